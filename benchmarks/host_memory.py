@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from disthooks.saved.stores.pools import PinnedPool
+from disthooks.saved.stores.host import PinnedPool
 
 LAYERS, WIDTH, INNER, HEADS = 24, 2560, 6912, 20
 UNDER_WAY = 4  # tensors of the last backward that come back in the next forward

@@ -143,10 +143,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from disthooks._fork_safe import importing
     from disthooks._kinds import module_of
+    from disthooks._locks import importing
 
-    with importing:  # see [Note: forks]
+    with importing:  # see [Note: interrupts and forks]
         module = _MODULES.get(name) or module_of(name)
         # A public name is in its module, or is a submodule. `hasattr` of this package itself would call this function.
         if module != __name__ and hasattr(parent := importlib.import_module(module), name):

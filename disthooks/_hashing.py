@@ -198,7 +198,6 @@ class Checksums:
         return total
 
     def _block(self, words: torch.Tensor, first: int) -> torch.Tensor:
-        """The sum of the rows in ``words``; the first of them is row ``first`` of its tensor."""
         full = words.numel() // _ROW
         # One row, as on the CPU and for most parameters: a weight that is a number is faster than a tensor of one.
         if words.numel() <= _ROW:

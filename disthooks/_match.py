@@ -76,7 +76,6 @@ def unwrap_to_engine(model: nn.Module) -> nn.Module:
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """The module that was given to ``torch.compile``."""
     return _unwrap(model, {"OptimizedModule": "_orig_mod"})
 
 

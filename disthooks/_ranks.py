@@ -108,7 +108,6 @@ def first_set(variables: tuple[str, ...]) -> str | None:
 
 
 def number_in_environment(variable: str, otherwise: int) -> int:
-    """The value of an environment variable if it is a number, else ``otherwise``."""
     text = os.environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else otherwise
 

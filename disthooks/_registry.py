@@ -112,7 +112,6 @@ class Kind:
 
     @property
     def takes_any_name(self) -> bool:
-        """Whether it takes arguments of any name, as ``**options`` does."""
         return any(it.kind is it.VAR_KEYWORD for it in self.parameters().values())
 
 
@@ -319,6 +318,5 @@ def _entry_points(noun: str) -> tuple[importlib.metadata.EntryPoint, ...]:
 
 @functools.cache
 def _entry_points_on(group: str, path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """The entry points of the packages on ``sys.path``."""
     # `path` is only a key of the cache: a script may add a folder to sys.path, and packages there are found then.
     return tuple(importlib.metadata.entry_points(group=group))

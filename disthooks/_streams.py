@@ -75,7 +75,6 @@ def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread captures and ``device`` is a device that has graphs."""
     return device.type == "cuda" and _torch.capturing()
 
 

@@ -8,10 +8,9 @@
 # region, and its elements are kept only once.
 
 # [Note: tensors without bits]
-# `predict/plans/planned.py` runs a model and the hooks on fake tensors, to predict what a plan does. A fake tensor has
-# a shape, a storage with a size, and a version, but no bits. While hooks of a prediction run in a thread, its class is
-# in `bitless.kinds` of that thread. Then it counts as plain memory here, and two of them have the same checksum. To all
-# other hooks it is a subclass of unknown memory, which they leave alone.
+# A fake tensor has a shape, a storage with a size, and a version, but no bits. To hooks it is a subclass of unknown
+# memory, which they leave alone. Code that runs hooks on fake tensors puts their class into `bitless.kinds` of its
+# thread. Then they count as plain memory here, and all of them have the same checksum.
 
 from __future__ import annotations
 
@@ -116,7 +115,6 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        """The layout of ``tensor``."""
         fields = (
             tensor.dtype,
             tensor.size(),
@@ -293,7 +291,6 @@ class StorageRegion(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements of the region."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def raw(self) -> StorageRegion:
@@ -301,7 +298,6 @@ class StorageRegion(NamedTuple):
         return self._replace(dtype=_RAW[self.dtype.itemsize])
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The elements of the region in ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 

@@ -78,7 +78,6 @@ def is_python_node(node: Any) -> bool:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` at the end of the backward that runs in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
@@ -103,7 +102,7 @@ def drop_failed_backward() -> None:
     After an error torch leaves the nodes that were still to run in the queue of the thread, and they hold their graph.
     The next backward takes them out, those with the highest number first. So this runs a node with the number 0, and
     makes no new node, whose number the operator that is saving tensors now would take for its own. It runs no operator
-    either, which a dispatch mode, of a prediction say, would see.
+    either, which a dispatch mode would see.
     """
     if current_node() is None:
         output, leaf, gradient = _old_graph()
@@ -178,7 +177,6 @@ def being_traced() -> bool:
 
 
 def exporting() -> bool:
-    """Whether ``torch.export`` is tracing."""
     # The public `is_exporting` of torch 2.11 is also true while `torch.compile` traces.
     return torch.compiler._is_exporting_flag
 
@@ -241,7 +239,6 @@ class StorageRef:
         self._ref: Any = storage._weak_ref()
 
     def get(self) -> torch.UntypedStorage | None:
-        """The storage; None if nothing uses it any more."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref)
         return found
 
@@ -363,7 +360,6 @@ class Inner:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that is called now."""
         found: Callable[..., Any] = self._cell.cell_contents
         return found
 

@@ -342,8 +342,8 @@ class StoreTests:
         ticket = store.put(tensor)
         store.wait()
         with warnings.catch_warnings():
-            # Python warns of a fork in a process with threads, whose locks the child may find taken for ever. The
-            # shared locks of disthooks are made for this; see [Note: forks].
+            # Python warns of a fork in a process with threads, whose locks the child may find taken for ever. Those of
+            # disthooks are free in a child; see [Note: interrupts and forks].
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:

@@ -33,7 +33,7 @@ from disthooks._registry import register
 from disthooks._tensors import parse_bytes
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
-from disthooks.saved.stores.pools import memory_of
+from disthooks.saved.stores.host import memory_of
 
 
 class Objects:

@@ -42,7 +42,12 @@ MUTATIONS = (
     Mutation(
         "saved/stores/group_files.py", "group.extent.offset + first - group.base", "group.extent.offset", "tests/laws"
     ),
-    Mutation("saved/stores/extents.py", "self.free[at : at + 1] = rest", "pass", "tests/unit/saved tests/laws"),
+    Mutation(
+        "saved/stores/extents.py",
+        "self.free[at : at + 1] = [(begin + room, end)] if begin + room < end else []",
+        "pass",
+        "tests/unit/saved tests/laws",
+    ),
     Mutation(
         "saved/stores/base.py",
         "if self._limit is not None and used + count > self._limit:",
@@ -50,8 +55,8 @@ MUTATIONS = (
         "tests/laws -k 10_bounded",
     ),
     Mutation(
-        "saved/stores/device_copy.py",
-        "self._back.wait_event(outgoing.done)",
+        "saved/stores/copies.py",
+        "self._back.wait_event(filled)",
         "pass",
         "tests/device",
     ),

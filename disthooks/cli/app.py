@@ -29,7 +29,6 @@ class _Untouched(TyperCommand):
     """A command that reads none of its own arguments, not even ``--help`` or ``--``: they are the launcher's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep all arguments as they are."""
         ctx.args = list(args)
         return []
 

@@ -198,7 +198,7 @@ def cores() -> dict[str, int]:
 
 def memory_facts() -> dict[str, int | None]:
     """Bytes of memory, of memory that may be locked, and of ``/dev/shm``. None means no limit, or not known."""
-    from disthooks.saved.stores.pools import container_memory, node_memory
+    from disthooks.saved.stores.host import container_memory, node_memory
 
     available, total, _ = node_memory() or (None, None, "")
     _, limit, _ = container_memory() or (None, None, "")
@@ -236,7 +236,6 @@ def build_locks() -> list[dict[str, Any]]:
 
 
 def has_infiniband() -> bool:
-    """Whether there is an adapter for InfiniBand or RoCE."""
     try:
         return any(pathlib.Path("/sys/class/infiniband").iterdir())
     except OSError:

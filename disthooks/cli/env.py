@@ -187,8 +187,8 @@ def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
 
 
 def _measured(path: str, most: int) -> dict[str, Any]:
-    """The speed of one thread that moves 8 MiB at a time; ``OnDisk`` has several threads."""
-    from disthooks.saved.stores.pools import AlignedPool
+    """The speed of one thread that moves 8 MiB at a time."""
+    from disthooks.saved.stores.host import AlignedPool
     from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
 
     file = ScratchFile(path, "auto")

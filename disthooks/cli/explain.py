@@ -109,7 +109,6 @@ def explain(
 
 
 def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> None:
-    """What the step needs, what that is, and whether it fits."""
     peak, (low, high) = said.peak, said.peak_range
     with_plan = "" if told["plan"] is None else f" with {told['file']}"
     around = "" if size(low) == size(high) else f" ({size(low)} to {size(high)})"
@@ -395,7 +394,6 @@ def show(said: Explanation, told: dict[str, Any]) -> None:
 
 
 def _bars(figures: Mapping[str, int], whole: int, head: str, title: str, columns: int) -> Any:
-    """A table of bytes with a bar for each."""
     names = max([len(head), *map(len, figures)])
     width = max(_LEAST_BAR, min(_BAR, columns - names - 10 - len(" 100.0%") - 10))
     rows = []

@@ -194,7 +194,6 @@ def check_conflicts(
 
 
 def _claims(model: nn.Module, entry: int, patterns: Sequence[Any], source: Source) -> list[tuple[_Claim, nn.Module]]:
-    """A claim for each module that the patterns of one entry match, with the module."""
     found = []
     for number, pattern in enumerate(patterns):
         at = source.at(("save", entry, "modules", number))  # one pattern without a list has the line of "modules"

@@ -82,7 +82,6 @@ def locate_config(given: Any = None, engine_config: Mapping[str, Any] | None = N
 
 
 def engine_config(model: object) -> Mapping[str, Any] | None:
-    """The configuration of a DeepSpeed engine; None for any other model."""
     if not is_of_class(model, "DeepSpeedEngine"):
         return None
     config = getattr(model, "config", None)  # a dict, also if DeepSpeed was given the path of a file

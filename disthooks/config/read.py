@@ -91,7 +91,7 @@ def _checked(source: Source) -> dict[str, Any]:
     try:
         from pydantic import ValidationError
 
-        from disthooks.config.schema import Hooks
+        from disthooks.config.models import Hooks
     except ImportError as error:
         raise ConfigError("reading a configuration needs pydantic: pip install 'disthooks[config]'") from error
     try:
@@ -151,7 +151,7 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
 
 def _right_key(path: Path) -> str:
     """Advice for a key that is not known: the place where it belongs, or the nearest key that is known there."""
-    from disthooks.config.schema import Hooks, Save, Watch
+    from disthooks.config.models import Hooks, Save, Watch
 
     key = str(path[-1])
     if len(path) == 1 and (key in Save.model_fields or key in Watch.model_fields):
@@ -213,7 +213,6 @@ def _shown(value: Any) -> str:
 def _entry(
     entry: Mapping[str, Any], path: Path, builder: Builder, written: PlanSource, exact: bool
 ) -> tuple[Any, Pipeline]:
-    """The patterns and the pipeline of one entry of ``save``."""
     source = written.source
     stages: list[Any] = []
     if entry["at_least"] is not None:

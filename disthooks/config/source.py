@@ -97,7 +97,6 @@ class Source:
         return None
 
     def value(self, path: Path) -> Any:
-        """The value at ``path``, which must exist."""
         here = self.document
         for key in path:
             here = here[key]
@@ -227,7 +226,6 @@ class _Reader:
         self._open: set[int] = set()  # ids of the nodes around the one that is being read
 
     def read(self, root: Any) -> Source:
-        """The whole document."""
         return Source(self._name, self._value(root, ()), self._lines)
 
     def _value(self, node: Any, path: Path) -> Any:
@@ -355,7 +353,6 @@ class Expansion:
         return _PART.sub(lambda part: self._replacement(part, path), os.path.expanduser(text))
 
     def _replacement(self, part: re.Match[str], path: Path) -> str:
-        """The text for one part of a path, of those that ``_PART`` lists."""
         if part[0] in ("$$", "{{", "}}"):
             return part[0][0]
         if part["place"] is not None:
@@ -402,7 +399,6 @@ def escaped(text: str) -> str:
 
 
 def names_run(value: Any) -> bool:
-    """Whether a value, or a value inside it, is a path with ``{run}``."""
     if isinstance(value, Mapping):
         return any(map(names_run, value.values()))
     if isinstance(value, list):

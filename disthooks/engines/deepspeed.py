@@ -357,7 +357,6 @@ class Partitions:
         self.ranges = {id(parameter): own for parameter, own in self._find_ranges()}
 
     def model_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model that are updated."""
         if not self.groups:
             return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return list(itertools.chain.from_iterable(getattr(self.optimizer, self.groups)))

@@ -114,7 +114,6 @@ class PreparedStep:
         return self.is_same_moment() or (self._sees_gradients and self.is_same_step(optimizer))
 
     def remove_hooks(self) -> None:
-        """Take the hooks off its parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -152,7 +151,6 @@ class StepHooks:
 
     @classmethod
     def find(cls, optimizer: Any) -> StepHooks | None:
-        """The hooks of ``optimizer``; None if nothing is attached to it."""
         owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
         return next((owner for owner in owners if isinstance(owner, cls)), None)
 
@@ -331,7 +329,6 @@ class _AllOptimizers:
         self._handle: Any = None
 
     def add(self, run: BeforeStep) -> CallbackHandle:
-        """Call ``run`` before any optimizer steps; the handle takes it off."""
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._make_hooks)
         each = StepCallback(run, "each")

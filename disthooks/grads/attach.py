@@ -28,10 +28,10 @@ from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import Pattern
 from disthooks._ranks import describe, has_several_ranks
 from disthooks.engines.base import Engine
-from disthooks.engines.clipping import before_clipping
 from disthooks.engines.detect import detect_engine, refuse_replicate
 from disthooks.engines.optimizer_step import OnRepeat
 from disthooks.engines.skip import exclude_from_step
+from disthooks.engines.when_final import before_clipping
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
@@ -134,7 +134,6 @@ def _listed(what: str, given: Any) -> Iterable[Any]:
 
 
 def _grouped(groups: Any) -> dict[str, Any]:
-    """The groups, checked."""
     if groups is None:
         return {}
     if not isinstance(groups, Mapping):

@@ -154,7 +154,6 @@ class Round:
     logged: VectorLayout
 
     def layout(self, is_logged: bool) -> VectorLayout:
-        """The measures of a step that is logged, or of one that is not."""
         return self.logged if is_logged else self.always
 
 

@@ -109,7 +109,6 @@ class PendingRecord(NamedTuple):
 
     @staticmethod
     def of(step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> PendingRecord:
-        """Start the copies."""
         numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
         return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
 
@@ -163,7 +162,6 @@ class _WatchedStep(NamedTuple):
     copy: HostCopy
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The numbers of each kind."""
         parts = torch.split(self.copy.tensors()[0], list(self.sizes.values()))
         return dict(zip(self.sizes, parts, strict=True))
 
@@ -417,7 +415,6 @@ class UnwrittenRecords:
     writer: RecordWriter
 
     def write(self) -> None:
-        """Write the records and close the sinks."""
         for record in self.records:
             if record is self.records[-1]:
                 self.writer.add_also(record)

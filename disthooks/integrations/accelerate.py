@@ -152,7 +152,6 @@ class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accel
 
     @_tracking.on_main_process  # type: ignore[untyped-decorator]
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the configuration of the run."""
         (self.folder / "config.json").write_text(json.dumps(dict(values), indent=1, default=str) + "\n")
 
     @_tracking.on_main_process  # type: ignore[untyped-decorator]

@@ -80,7 +80,6 @@ class SaveEntries:
         return (self._plan if is_here else self._without_save()), True
 
     def unmatched(self) -> list[MatchError]:
-        """The errors of the entries that matched in no model."""
         return [error for i, error in self._errors.items() if i not in self._matched]
 
     def _without_save(self) -> Plan:
@@ -107,7 +106,6 @@ class WatchedOptimizer:
 
     @property
     def gradients(self) -> Gradients | None:
-        """The attachment; None after it is collected."""
         return self._gradients()
 
     @property
@@ -273,7 +271,6 @@ class Attachments:
             self._alive.remove(attachment)
 
     def gradients_of(self, optimizer: Any) -> Gradients | None:
-        """The attachment to `optimizer`, or to the optimizer inside it."""
         inner = getattr(optimizer, "optimizer", optimizer)
         every = (watched.gradients for each in self._alive for watched in each.watched)
         return next((one for one in every if one is not None and one.optimizer is inner), None)

@@ -44,7 +44,6 @@ class LaunchCommand:
 
     @property
     def module(self) -> bool:
-        """Whether ``script`` is the name of a module."""
         return bool(getattr(self.chosen, "module", False))
 
 

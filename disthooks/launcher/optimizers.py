@@ -52,7 +52,6 @@ class ScriptOptimizers:
 
     @property
     def waiting(self) -> list[Any]:
-        """The optimizers that wait for their model."""
         return [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
 
     def add(self, optimizer: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from disthooks._fork_safe import Order, shared_lock
 from disthooks._handles import Attachment, first_names
+from disthooks._locks import new_lock
 from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError, UsageError
@@ -138,7 +138,7 @@ def _autograd_function(site: HookSite, target: type[torch.autograd.Function]) ->
     return cast("type[torch.autograd.Function]", own)
 
 
-_attaching = shared_lock(Order.ATTACH)  # one thread at a time, so that a module is not attached twice
+_attaching = new_lock()  # one thread at a time, so that a module is not attached twice
 
 _UNUSED = (
     "it is never called, because MultiheadAttention uses the weights of its out_proj itself; attach to the "

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 from disthooks._streams import handed_over
 from disthooks._tensors import Layout, StorageRegion, alone, is_most_of, region_of
 from disthooks._torch import uncompiled
@@ -43,7 +43,7 @@ from disthooks.saved.counters import Counters
 from disthooks.saved.eligibility import refuse_capture
 from disthooks.saved.packed import Packed
 from disthooks.saved.stores.base import Store
-from disthooks.saved.stores.pools import memory_of
+from disthooks.saved.stores.host import memory_of
 
 # All views of one packed value have the same key: the address of the storage object, the version, the region (or the
 # dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py. Equal keys do not say
@@ -71,7 +71,7 @@ class ContentIndex:
         self._by_key: dict[Key, weakref.ref[Packed]] = {}
         self.by_owner: dict[int, weakref.ref[Packed]] = {}
         self._is_typed, self._limit = is_typed, 1024
-        self._lock = shared_lock(Order.COUNTERS)
+        self._lock = new_lock()
         self.recent: collections.deque[weakref.ref[Packed]] = collections.deque()
         self.undecided: collections.deque[weakref.ref[Packed]] = collections.deque()
 
@@ -166,7 +166,7 @@ class StoredTickets:
 
     @uncompiled()
     def __del__(self) -> None:
-        # A store's `drop` takes no lock: see [Note: the order of locks].
+        # A store's `drop` takes no lock: see [Note: locks].
         for ticket in self.tickets:
             self._store.drop(ticket)
 
@@ -313,7 +313,7 @@ class StoredContent(Packed):
                 moved += nbytes
             stored.addresses.append(part.data_ptr())
         stored.nbytes = total
-        self.counters.alive[id(stored)] = stored  # the bytes are held from now on, and as long as `stored` lives
+        self.counters.hold(stored)
         self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, content.nbytes)
         self._tickets = stored
         return True
@@ -402,7 +402,6 @@ class StorageParts(dict[Key, tuple["weakref.ref[StoredContent]", int]]):
     """
 
     def add(self, key: Key, packed: StoredContent, region: StorageRegion) -> None:
-        """Add ``packed``, a ``region`` of the storage under ``key``."""
         first, covered = self.get(key, (weakref.ref(packed), 0))
         if first() is None:
             first, covered = weakref.ref(packed), 0

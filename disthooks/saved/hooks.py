@@ -21,68 +21,30 @@ from collections.abc import Callable, Generator, Hashable
 from sys import getrefcount
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
 from disthooks import _handles
 from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, is_plain, local_part, region_of
-from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
+from disthooks._torch import fresh_count, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.checkpoints import AroundCheckpoints
 from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
+from disthooks.saved.decide import NO_WEIGHTS, SMALL_COPY, Decides, Decision, keep_because
 from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
 from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Nature, Packed
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.context import RecomputeContext, Recomputed
 from disthooks.saved.recompute.graph import annotate
 from disthooks.saved.stores.base import Functions
-from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
-
-_NO_WEIGHTS = ModuleWeights(None)
-_WEIGHTS = ("parameter", "buffer", "autocast weight")  # reasons to keep what no function returns as a gradient
-
-
-class Decision(NamedTuple):
-    """The fate of one saved tensor, and the reason. ``pack`` counts the tensor by it at its end.
-
-    Attributes:
-        fate: "keep" it in memory; "share" a packed value that is there; "recast" a weight's copy; "recompute" it if
-            Recompute knows how; "store" it.
-        reason: why it is kept, or why only a small copy of it is.
-        weight: the weight of which the tensor is autocast's copy.
-        is_activation: whether a tensor that is kept is plain memory that a function may return as a gradient.
-    """
-
-    fate: Literal["keep", "recast", "recompute", "store"]
-    reason: str = ""
-    weight: nn.Parameter | None = None
-    is_activation: bool = False
-
-
-@functools.cache  # most saved tensors are kept, for few reasons
-def _kept(reason: str, is_plain: bool = True) -> Decision:
-    return Decision("keep", reason, is_activation=is_plain and reason not in _WEIGHTS)
-
-
-_STORE, _SMALL_COPY, _RECOMPUTE = Decision("store"), Decision("store", "small"), Decision("recompute")
-
+from disthooks.saved.weights import AutocastCopy, ModuleWeights
 
 _Held = TypeVar("_Held")
 
 
-class Kinds(NamedTuple):
-    """The classes of what hooks make. A prediction on tensors without bits has others; see predict/plans/planned.py."""
-
-    weights: type[ModuleWeights] = ModuleWeights
-    stored: type[StoredContent] = StoredContent
-    recomputed: type[Recomputed] = Recomputed
-    recast: type[AutocastCopy] = AutocastCopy
-    small: type[SmallCopy] = SmallCopy
-
-
-class SavedTensorHooks(AroundCheckpoints):
+class SavedTensorHooks(Decides, AroundCheckpoints):
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
     Args:
@@ -91,14 +53,13 @@ class SavedTensorHooks(AroundCheckpoints):
         module: the module whose forward this is, if there is one.
     """
 
-    _kinds = Kinds()
     takes_arguments = True
 
     @uncompiled(BREAK)
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
         self._pipeline, self._contents, self._module_name = pipeline, pipeline.contents, module_name
         self._counters, self._module_counts = pipeline.counters, pipeline.counters.of_module(module_name)
-        self._weights = _NO_WEIGHTS if module is None else self._kinds.weights(module)
+        self._weights = NO_WEIGHTS if module is None else ModuleWeights(module)
         self._recompute = None if pipeline.recompute is None else RecomputeContext(pipeline, module_name, module)
         self._by_owner = self._contents.by_owner
         self._thread = get_ident()
@@ -145,7 +106,7 @@ class SavedTensorHooks(AroundCheckpoints):
             self._pending.clear()
             # The graph holds `pack`, and so this object, until its backward: no cycle may stay, and no module.
             self._recompute = self._hooks = None
-            self._weights = _NO_WEIGHTS
+            self._weights = NO_WEIGHTS
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise AttachError(
                 f"{self._module_name or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, "
@@ -193,56 +154,6 @@ class SavedTensorHooks(AroundCheckpoints):
         nbytes = tensor.nbytes if type(tensor) is torch.Tensor and decision.is_activation else _nbytes(tensor)
         return self._count(tensor, decision, nbytes, kept)
 
-    def _decide(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> Decision:
-        """The decision about ``tensor``, which is not known yet.
-
-        Args:
-            tensor: as autograd saves it.
-            part: the plain tensor whose bytes would be packed.
-            owner: counts the changes of ``tensor``.
-        """
-        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            return _kept("parameter")
-        not_plain = exotic(part)
-        if not_plain is not None:
-            return _kept("subclass" if part is not tensor else not_plain, False)
-        reason, pipeline = self._reason_to_keep(owner, part), self._pipeline
-        if reason == "small" and part.nbytes:
-            # A small view may keep a storage in memory that would otherwise go to the store. Its elements are copied.
-            whole = part.untyped_storage().nbytes()
-            would_go = whole >= pipeline.at_least and pipeline.store.leaves_memory(part)
-            if would_go and region_of(Layout.of(part), whole) is not None and self._weights.kind_of(part) is None:
-                return _SMALL_COPY
-        if reason is not None:
-            return _kept(reason, part is tensor)
-        if tensor.dtype in NARROW:
-            source = self._weights.cast_from(tensor)
-            if source is not None:
-                if source.weight is None or part is not tensor:
-                    return _kept("autocast weight")
-                return Decision("recast", "", source.weight)
-        return _STORE if self._recompute is None or part is not tensor else _RECOMPUTE
-
-    def _reason_to_keep(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
-        """Why a tensor, of which ``part`` would be packed, stays in memory; None if it does not."""
-        if type(owner) is not torch.Tensor and isinstance(owner, nn.Parameter):
-            return "parameter"
-        nbytes = part.nbytes
-        if nbytes < self._pipeline.at_least or nbytes == 0:
-            return "small"
-        kind = None if self._weights is _NO_WEIGHTS else self._weights.kind_of(part)
-        if kind is not None:
-            return kind
-        if not part.is_cpu and in_graph_memory(part):
-            self._counters.warn_of_graphs(self._module_name)
-            return "CUDA graph"
-        if self._pipeline.codecs or self._pipeline.store.leaves_memory(part):
-            return None
-        if self._recompute is not None and owner.grad_fn is not None:
-            return None
-        self._has_in_place = self._has_in_place or (part.is_cpu and self._recompute is None)
-        return "in place"
-
     def _find_or_wrap(
         self,
         tensor: torch.Tensor,
@@ -256,7 +167,7 @@ class SavedTensorHooks(AroundCheckpoints):
         storage, layout, is_small, nbytes = (
             part.untyped_storage(),
             Layout.of(part),
-            decision is _SMALL_COPY,
+            decision is SMALL_COPY,
             part.nbytes,
         )
         is_whole = decision.weight is not None or is_most_of(layout, nbytes, storage.nbytes())
@@ -358,18 +269,18 @@ class SavedTensorHooks(AroundCheckpoints):
         """A new packed value of the memory that ``alias`` lies over."""
         pipeline, module_name = self._pipeline, self._module_name
         packed: Packed
-        if decision is _SMALL_COPY:
-            packed = self._kinds.small(alias, storage, region, layout, pipeline.counters, module_name)
+        if decision is SMALL_COPY:
+            packed = SmallCopy(alias, storage, region, layout, pipeline.counters, module_name)
         elif decision.weight is not None:
-            packed = self._kinds.recast(alias, storage, layout, decision.weight, pipeline.counters, module_name)
+            packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
         else:
             arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters, module_name
             recompute = self._recompute
             if recompute is None:
-                packed = self._kinds.stored(*arguments)
+                packed = StoredContent(*arguments)
             else:
                 is_wanted = decision.fate == "recompute" and region is None
-                packed = self._kinds.recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
+                packed = Recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
         return packed
 
     def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
@@ -401,7 +312,7 @@ class SavedTensorHooks(AroundCheckpoints):
             alias = tensor if tensor.is_leaf else tensor.detach()
             is_alias = alias is not tensor and exotic(alias) is None
             kept = InPlace(alias, self._module_name, "small", is_alias)
-            return self._count(tensor, _kept("small"), nbytes, kept)
+            return self._count(tensor, keep_because("small"), nbytes, kept)
         begin = time.perf_counter()
         handle = FunctionsHandle(store.put(tensor), store, counters, nbytes, self._module_name)
         counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
@@ -420,7 +331,6 @@ class SavedTensorHooks(AroundCheckpoints):
     # -- offload
 
     def _offload_pending(self) -> None:
-        """Offload the tensors that the operators before this one saved; these operators are done."""
         self._parts.clear()
         recent, undecided = self._contents.recent, self._contents.undecided
         for _ in range(len(recent)):
@@ -604,7 +514,6 @@ def _next_of(go_on: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` and in the tuples, lists and dicts in it."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()

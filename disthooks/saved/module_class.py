@@ -11,7 +11,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 from disthooks._torch import forget_compiled, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.eligibility import nothing_to_hook
@@ -33,7 +33,7 @@ from disthooks.saved.hooks import HookSite
 
 _SITE = "_disthooks_site"  # the key of an attached module's site in its __dict__; in the class it is None
 
-_lock = shared_lock(Order.CLASSES)
+_lock = new_lock()
 _openers: weakref.WeakSet[_Opener] = weakref.WeakSet()  # of the classes that are changed now
 
 
@@ -51,7 +51,6 @@ def _nothing() -> None:
 
 
 def site_of(module: nn.Module) -> HookSite | None:
-    """The site of ``module``; None if it is not attached."""
     return cast("HookSite | None", module.__dict__.get(_SITE))
 
 

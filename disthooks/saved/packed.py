@@ -29,12 +29,12 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from _thread import RLock
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from disthooks._fork_safe import Order, tensor_lock
 from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
 from disthooks._tensors import Layout, StorageRegion, has_gaps
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node
@@ -66,7 +66,7 @@ class FunctionsHandle:
     def __init__(self, ticket: Any, store: Any, counters: Counters, nbytes: int, module_name: str) -> None:
         self.ticket, self.store, self.counters, self.nbytes = ticket, store, counters, nbytes
         self.module_name = module_name
-        counters.alive[id(self)] = self
+        counters.hold(self)
 
     def unpack(self) -> torch.Tensor:
         """The tensor that the user's ``unpack`` makes of the ticket."""
@@ -107,7 +107,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of zero bytes whose memory may take the place of that of ``tensor``."""
-    # A tensor without bits belongs to one prediction, so nothing of it is remembered.
+    # A tensor without bits belongs to one dispatch mode, so nothing of it is remembered.
     return _empty(tensor.dtype, tensor.device) if type(tensor) is torch.Tensor else tensor.new_empty(0)
 
 
@@ -180,7 +180,6 @@ class Readers:
             handle.restored = self._generation()
 
     def _generation(self) -> Restored:
-        """The current generation, or a new one if all of its readers have read."""
         restored = None if self._current is None else self._current()
         if restored is None:
             restored = Restored()
@@ -307,7 +306,7 @@ class Packed(ABC):
         self.nature: Nature = "constant"
         self.is_changed = self.is_in_order = False
         self.is_offloaded = self.is_undecided = self.is_withdrawn = False
-        self.lock = tensor_lock(Order.PACKED)
+        self.lock = RLock()
         self._first_handle: weakref.ref[Handle] | None = None
         self._readers: Readers | None = None  # None as long as there is one handle
         self._last: _LastRestored | None = None
@@ -385,7 +384,6 @@ class Packed(ABC):
     # -- from memory to elsewhere
 
     def handle(self, layout: Layout) -> Handle:
-        """A handle for a saved tensor of ``layout``."""
         if self._first_handle is None:  # nobody else knows this packed value yet
             handle = Handle(self, layout, _ALONE)
             self._first_handle = weakref.ref(handle)
@@ -414,7 +412,7 @@ class Packed(ABC):
             else:
                 with on(self.stream):
                     self.is_offloaded = self._offload(storage)
-            if self.is_offloaded and self.looks_changed():
+            if self.is_offloaded and self.alias._version != self.version:
                 # Another thread has written while the contents were copied. Nobody can read them: `unpack` raises.
                 self.is_offloaded = False
                 self.stay_in_memory()
@@ -557,7 +555,6 @@ class Handle:
 
     @property
     def module_name(self) -> str:
-        """The module that saved it."""
         return self.packed.module_name
 
     def unpack(self) -> torch.Tensor:
@@ -588,7 +585,6 @@ class DTensorHandle:
 
     @property
     def module_name(self) -> str:
-        """The module that saved it."""
         return self.handle.module_name
 
     def unpack(self) -> torch.Tensor:

@@ -39,7 +39,6 @@ class ReadByNode(threading.local):
         self.rows: dict[Any, tuple[StorageRef, torch.Tensor]] = {}
 
     def clear(self) -> None:
-        """Forget what the node has read."""
         self.once.clear()
         self.copies.clear()
         self.rows.clear()

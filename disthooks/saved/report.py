@@ -299,7 +299,6 @@ class SavedReport:
 
 
 def _largest(counts: dict[str, int], most: int = 5) -> list[tuple[str, int]]:
-    """The ``most`` largest of ``counts``, and one entry with the sum of the others."""
     found = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     rest = found[most:]
     return found[:most] + ([(f"{len(rest)} others", sum(count for _, count in rest))] if rest else [])

@@ -36,8 +36,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks._fork_safe import Order, shared_lock
 from disthooks._handles import Attachment, UncopiedHook, first_names, weak_method
+from disthooks._locks import new_lock
 from disthooks._match import is_of_class, unwrap_engine
 from disthooks._ranks import global_rank, world_ranks
 from disthooks._torch import being_traced, in_backward, in_transform
@@ -256,7 +256,7 @@ class Blame(Attachment):
         # The graph keeps the hooks, so they do not keep this object.
         self._on_gradient = weak_method(self._look_at_gradient)
         self._has_half = False  # whether there was a gradient in float16
-        self._lock = shared_lock(Order.WATCH)
+        self._lock = new_lock()
         self._order = 0  # how many calls have returned in this forward, or how many gradients there were
         self._calls: collections.Counter[int] = collections.Counter()  # in this forward, by module
         self._passed = 0  # calls that were not looked at, because torch.func or a tracer made them
@@ -411,7 +411,6 @@ class Blame(Attachment):
     # -- reading
 
     def _found(self) -> Blamed | None:
-        """The call to blame on this rank."""
         found = [self._blamed(False), None if self._has_half else self._blamed(True)]
         return min((one for one in found if one is not None), key=lambda one: one.forward, default=None)
 

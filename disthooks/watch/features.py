@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from disthooks._fork_safe import Order, shared_lock
 from disthooks._handles import Attachment, UncopiedHook
+from disthooks._locks import new_lock
 from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import in_backward
 from disthooks.errors import AttachError, MatchError, MutationError, NotSeenError, UsageError
@@ -104,7 +104,7 @@ class Seen(Attachment, Mapping[str, Any]):
         super().__init__()
         self.names = names
         self._keep = keep
-        self._lock = shared_lock(Order.WATCH)
+        self._lock = new_lock()
         # The inner key is the device of a DataParallel replica, and None for a module that is not one.
         self._runs: dict[str, dict[torch.device | None, collections.deque[_Run]]] = {name: {} for name in names}
         self._counts: collections.Counter[str] = collections.Counter()

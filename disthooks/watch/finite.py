@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 from disthooks._tensors import local_part
 from disthooks.watch.features import version_of
 
@@ -181,7 +181,7 @@ class FirstNonFinite:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = shared_lock(Order.WATCH)
+        self._lock = new_lock()
         self._pending: list[ModuleCall] = []
         self._found: torch.Tensor | None = None
 
@@ -227,7 +227,6 @@ class FirstNonFinite:
 
 
 def _first(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The first chosen row; its first number is -1 if none is chosen."""
     # `rows[chosen]` would wait for the device, because its result has a shape that depends on values.
     row = rows.index_select(0, chosen.to(torch.uint8).argmax().view(1))[0]
     return torch.cat((torch.where(chosen.any(), row[:1], -1), row[1:]))

@@ -64,7 +64,6 @@ class TensorsToCompare:
         self._found: list[ReplicatedTensor] = []
 
     def add_parameters(self) -> None:
-        """Add every parameter."""
         for shard in self._engine.weight_shards():
             cut = hasattr(shard.parameter, "device_mesh")
             shape = tuple(shard.part.shape) if shard.part is not None else ()
@@ -102,7 +101,6 @@ class TensorsToCompare:
                 self._add(f"{shard.name}: {key}", value, self._replica_ranks(shard.replica_ranks), tuple(value.shape))
 
     def replicated(self) -> list[ReplicatedTensor]:
-        """The tensors that other ranks have too."""
         return [copy for copy in self._found if len(copy.replica_ranks) > 1]
 
     def signature(self) -> int:
@@ -313,8 +311,6 @@ def check_replicas(
 
 
 class _Comparison:
-    """One comparison over ``ranks``, which include this rank."""
-
     def __init__(self, engine: Engine, ranks: Ranks, copies: TensorsToCompare) -> None:
         self._engine, self._ranks, self._copies = engine, ranks, copies
         self._rank = global_rank() if len(ranks) > 1 else ranks[0]

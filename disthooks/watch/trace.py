@@ -34,8 +34,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks import _handles
-from disthooks._fork_safe import Order, shared_lock
 from disthooks._handles import Attachment, UncopiedHook
+from disthooks._locks import new_lock
 from disthooks._match import Pattern, canonical_name, match, unwrap_engine
 from disthooks._tensors import exotic, format_bytes, storages_of
 from disthooks._torch import StorageRef, hooks_allowed, top_hooks
@@ -142,7 +142,6 @@ class TraceReport:
 
 
 def summarise(events: Iterable[TraceEvent]) -> TraceReport:
-    """A report of the "forward" events, by module."""
     rows: dict[str, TraceRow] = {}
     for event in events:
         if event.kind == "forward":
@@ -176,7 +175,7 @@ class SeenContents:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int | None], StorageRef] = {}
-        self._lock = shared_lock(Order.WATCH)
+        self._lock = new_lock()
 
     def fate(self, tensor: torch.Tensor, weights: frozenset[int]) -> str:
         """Say what becomes of a tensor that autograd saves: "parameter", "shared" or "saved"."""
@@ -242,7 +241,6 @@ class SavedTensorObserver:
             self._open = True
 
     def close(self) -> None:
-        """Take the pair off."""
         # After an interrupt the pair may still be on when the ``with`` of the outer pair ends. That takes off the
         # topmost pair, which is this one, and leaves the outer one. So the outer one is taken off here if it is on top.
         top = top_hooks(True)
@@ -304,8 +302,6 @@ KINDS = (
 
 
 class RunningForward:
-    """One forward under way in one thread."""
-
     __slots__ = ("begin", "error", "look", "module", "name", "saved")
 
     def __init__(self, name: str, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import group_files, tape
-from disthooks.saved.stores.device_copy import link_of
+from disthooks.saved.stores.copies import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
@@ -44,19 +44,18 @@ def on(device: torch.device, numel: int = 20_000, seed: int = 0) -> torch.Tensor
 
 def clean(store: dh.OnDisk) -> bool:
     """Whether nothing is held, in flight, in the file or on its way any more."""
-    moving = store.open().offload
+    moving = store.open().worker
 
     def nothing() -> bool:
         gc.collect()
-        moving._ring()  # the owner frees what was dropped
-        busy = moving._inbox or moving.in_flight or moving._ahead.groups or len(moving._crew)
+        busy = moving.in_flight
         moving.staging.poll()
         links = moving.staging._links.values()
         copying = any(link._sent or link._coming for link in links)
         used = 0
         for file in moving.files:
             file.shrink(keep_peak=True)
-            used += len(file._parts)
+            used += file.in_use
         return not (busy or copying or used or store.budget.held)
 
     return soon(nothing)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.saved.attach import Saving
-from disthooks.saved.stores.pools import pool_of
+from disthooks.saved.stores.host import pool_of
 from tests.support.models import Tiny, tokens
 from tests.support.sim import simulated
 

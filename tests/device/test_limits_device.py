@@ -15,7 +15,7 @@ KIB = 1 << 10
 
 def _host(store: dh.OnCpu, device: torch.device) -> int:
     """Bytes of host memory that what was sent takes."""
-    return store.open().courier(device).pool.in_use
+    return store.open().offload(device).pool.in_use
 
 
 def test_one_survivor_counts_as_the_memory_that_it_keeps(device: torch.device) -> None:

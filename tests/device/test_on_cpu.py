@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import courier, device_copy, pools
-from disthooks.saved.stores.order import Lane
+from disthooks.saved.stores import copies, host, offload
+from disthooks.saved.stores.order import TimedOrder
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
@@ -92,7 +92,7 @@ def test_the_bound_holds(device: torch.device, parts: int) -> None:
     simulated.delays(2e-3)
     x = given(device)
     store = dh.OnCpu(in_flight=parts * x.nbytes)
-    courier = store.open().courier(device)
+    offload = store.open().offload(device)
     most = max(parts, 1) * x.nbytes
     for _ in range(3):
         with dh.saving(every(store)):
@@ -100,7 +100,7 @@ def test_the_bound_holds(device: torch.device, parts: int) -> None:
             for _ in range(12):
                 y = torch.sin(y)
                 torch.cos(torch.zeros(1, device=device, requires_grad=True))  # the next operator: contents are taken
-                assert courier._bytes + courier._coming_bytes <= most
+                assert offload._bytes + offload._back_bytes <= most
             y = y.sum()
         assert torch.equal(torch.autograd.grad(y, x)[0], gradient(x))
         del y
@@ -139,7 +139,7 @@ def test_nothing_grows(device: torch.device) -> None:
         if i % 4 == 3:
             assert is_clean(store, device)
             held.append(torch.accelerator.memory_allocated(device))
-            pool.append(store.open().courier(device).pool.held)
+            pool.append(store.open().offload(device).pool.held)
     assert min(held[-3:]) <= max(held[3:6])  # an engine's thread may let go of its last tensor a moment later
     assert pool[-1] <= 1.5 * pool[4]  # how far ahead the host is differs; of what grows there is three times as much
 
@@ -270,7 +270,7 @@ def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> Non
     torch.accelerator.synchronize(device)
     with dh.saving(every(store)):
         y = chain(x)
-    lane = store.open().courier(device)._own()
+    lane = store.open().offload(device)._own()
     with no_waits(device):
         times = list(lane.times().values())
     assert len(times) == 12
@@ -281,33 +281,33 @@ def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> Non
 
 def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
     """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
-    courier = dh.OnCpu().open().courier(device)
-    courier._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
+    offload = dh.OnCpu().open().offload(device)
+    offload._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
 
-    class Parcel:
+    class Transfer:
         nbytes, coming = 1000, None
 
-    parcels = [Parcel() for _ in range(3)]
+    transfers = [Transfer() for _ in range(3)]
     for due, count in (([1.0, 2.0, 10.0], 2), ([1.0, 1.5, 2.0], 3), ([5.0, 9.0, 11.0], 1), ([1.0, 20.0, 30.0], 1)):
-        assert courier._how_many(dict(zip(parcels, due, strict=True)), 0.5, due[0]) == count
-    assert courier._how_many(dict.fromkeys(parcels, math.nan), None, None) == 3
-    parcels[0].coming = types.SimpleNamespace(is_done=lambda: True)
-    assert courier._how_many(dict(zip(parcels, [1.0, 3.0, 9.0], strict=True)), 0.5, 1.0) == 1
+        assert offload._how_many(dict(zip(transfers, due, strict=True)), 0.5, due[0]) == count
+    assert offload._how_many(dict.fromkeys(transfers, math.nan), None, None) == 3
+    transfers[0].coming = types.SimpleNamespace(is_done=lambda: True)
+    assert offload._how_many(dict(zip(transfers, [1.0, 3.0, 9.0], strict=True)), 0.5, 1.0) == 1
 
 
 def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower, and as right; said once."""
     x = given(device)
     store = dh.OnCpu(in_flight="500 KiB")
-    monkeypatch.setattr(pools, "pinned_block", lambda device, room: None)
-    store.open().courier(device).pool = pools.PinnedPool(device)
+    monkeypatch.setattr(host, "too_little_left", lambda room: "none is left")
+    store.open().offload(device).pool = host.PinnedPool(device)
     with pytest.warns(UserWarning, match="no more page-locked memory is available"):
         assert torch.equal(step(store, x), gradient(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             assert torch.equal(step(store, x), gradient(x))
-    assert not store.open().courier(device).pool.tensor(x.shape, x.dtype).is_pinned()
+    assert not store.open().offload(device).pool.tensor(x.shape, x.dtype).is_pinned()
     assert is_clean(store, device)
 
 
@@ -316,7 +316,7 @@ def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> No
     for pin in (True, False):
         store = dh.OnCpu(pin_memory=pin, in_flight=0)
         assert torch.equal(step(store, x), gradient(x))
-        assert store.open().courier(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
+        assert store.open().offload(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
 
 
 def test_the_order_changes(device: torch.device) -> None:
@@ -417,8 +417,8 @@ def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPat
     truth = gradient(x)
     store = dh.OnCpu(in_flight="400 KiB")
     step(store, x)
-    real, calls = device_copy.event_on, [0]
-    for at in range(1, 60, 3):
+    real, calls = copies.event_on, [0]
+    for at in range(1, 60, 7):
         calls[0] = 0
 
         def interrupted(*args: object, at: int = at, **kwargs: object) -> torch.Event:
@@ -428,8 +428,8 @@ def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPat
             return real(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(device_copy, "event_on", interrupted)
-            patch.setattr(courier, "event_on", interrupted)
+            patch.setattr(copies, "event_on", interrupted)
+            patch.setattr(offload, "event_on", interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 assert torch.equal(step(store, x), truth)
         gc.collect()
@@ -442,7 +442,7 @@ def test_lanes_forget_what_is_long_ago() -> None:
     class Ticket:
         position, dropped, nbytes = 0, False, 8
 
-    lane = Lane()
+    lane = TimedOrder()
     for count in range(1, 40):
         tickets = [Ticket() for _ in range(count)]
         for ticket in tickets:
@@ -481,7 +481,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
     only_simulated(device)
     store = dh.OnCpu("4 MiB", in_flight="64 MiB")
     x = torch.randn(1 << 18, device=device)
-    link, done = device_copy.link_of(device), []
+    link, done = copies.link_of(device), []
     with simulated.held(link._out):
         for _ in range(4):
             store.put(x)  # and dropped
@@ -498,7 +498,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
         store.wait()
         for _ in range(3):  # brought back, and not there yet when it is dropped
             ticket = store.put(x.clone())
-            store.open().courier(device).set_device_limit(0)
+            store.open().offload(device).set_device_limit(0)
             store.get(ticket)
             del ticket
         assert tier(store).held > 1 << 20

@@ -62,7 +62,7 @@ def test_several_graphs_in_any_order(device: torch.device, store: dh.OnCpu) -> N
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
-def test_micro_batches_of_a_pipeline(device: torch.device, store: dh.OnCpu, warm_up: int) -> None:
+def test_micro_open_of_a_pipeline(device: torch.device, store: dh.OnCpu, warm_up: int) -> None:
     """One forward, one backward, in turn, after some forwards ahead: the stages of a 1F1B schedule."""
     leaves = [given(device, seed=i) for i in range(8)]
     truths = [gradient(x) for x in leaves]
@@ -200,7 +200,7 @@ def test_two_devices(device: torch.device, store: dh.OnCpu) -> None:
         del y
         assert is_clean(store, device)
         assert is_clean(store, other)
-    assert len(store.open().couriers) == 2
+    assert len(store.open().offloads) == 2
 
 
 def test_changed_in_place_is_caught(device: torch.device, store: dh.OnCpu) -> None:

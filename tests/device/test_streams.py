@@ -15,7 +15,7 @@ import disthooks as dh
 from disthooks import _torch
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
-from disthooks.saved.stores import device_copy
+from disthooks.saved.stores import offload
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
 
@@ -56,7 +56,7 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
     with simulated.held(side):
         with on(side):
             ticket = store.put(copied(x))
-        assert ticket.ticket in store.open().courier(device)._staying
+        assert ticket.entry in store.open().offload(device)._staying
         thread, found = None, []
         if how == "room":
             store.set_device_limit(0)
@@ -76,7 +76,7 @@ def test_a_copy_of_its_own_is_read_on_another_stream(device: torch.device, monke
     only_simulated(device)
     store, side = dh.OnCpu(), new_stream(device)
     large = given(device, 8 * N).detach()
-    monkeypatch.setattr(device_copy, "_copy", copied)
+    monkeypatch.setattr(offload, "_copy", copied)
     torch.accelerator.synchronize(device)
     with simulated.held(side):
         with on(side):
@@ -156,7 +156,7 @@ def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.devic
             with on(second), torch.no_grad():
                 seen.copy_(y)
             del y
-            store.open().courier(device).device_bytes  # noqa: B018  what is copied is let go of
+            store.open().offload(device).device_bytes  # noqa: B018  what is copied is let go of
             with on(first):
                 for _ in range(4):
                     torch.empty(N, device=device).copy_(junk, non_blocking=True)
@@ -173,7 +173,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
     with dh.saving(every(store)):
         y = chain(x)
     torch.accelerator.synchronize(device)
-    flying = [parcel for parcel in store.open().courier(device)._flying if parcel.outgoing.source is not None]
+    flying = [transfer for transfer in store.open().offload(device)._flying if transfer.outgoing.source is not None]
     with monkeypatch.context() as patch:
         patch.setattr(_torch, "_HAS_GRAPHS", True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -181,7 +181,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
         del y
         gc.collect()
         assert flying
-        assert all(parcel.outgoing.source is not None for parcel in flying)  # though it is copied
+        assert all(transfer.outgoing.source is not None for transfer in flying)  # though it is copied
     del flying
     assert is_clean(store, device)
 

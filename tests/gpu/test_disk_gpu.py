@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores.pools import PAGE
+from disthooks.saved.stores.host import PAGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores import pools
-from disthooks.saved.stores.device_copy import Link
-from disthooks.saved.stores.pools import PinnedPool, pinned_block
+from disthooks.saved.stores.copies import Link
+from disthooks.saved.stores.host import PinnedPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MiB = 1 << 20
@@ -21,7 +20,7 @@ def cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def test_registered_memory_is_pinned(cuda: torch.device) -> None:
+def test_memory_of_the_pool_is_pinned(cuda: torch.device) -> None:
     pool = PinnedPool(cuda)
     host = pool.tensor(torch.Size([5 * MiB]), torch.uint8)
     assert host.is_pinned()
@@ -33,26 +32,6 @@ def test_registered_memory_is_pinned(cuda: torch.device) -> None:
     assert pool.held == 0
     gc.collect()
     assert address
-
-
-def test_a_block_can_be_unmapped_and_made_again(cuda: torch.device) -> None:
-    """Registering where something was registered before fails if that was not undone."""
-    for _ in range(50):
-        block = pinned_block(cuda, 2 * MiB)
-        assert block is not None
-        assert block.pinned
-        del block
-
-
-def test_a_refusal_leaves_no_error_behind(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cudaHostRegister of what is registered already is refused; the next kernel must not hear of it."""
-    block = pinned_block(cuda, 2 * MiB)
-    assert block is not None
-    again = pools.Block(None, block.address, 2 * MiB, None)
-    monkeypatch.setattr(pools, "mapped_block", lambda room: again)
-    assert pinned_block(cuda, 2 * MiB) is None
-    assert float(torch.ones(3, device=cuda).sum()) == 3
-    torch.cuda.synchronize()
 
 
 def test_copies_run_beside_the_computation(cuda: torch.device) -> None:
@@ -71,7 +50,7 @@ def test_copies_run_beside_the_computation(cuda: torch.device) -> None:
         b = a
         for _ in range(20):
             b = (b @ b).clamp(-1, 1)
-        coming = link.bring(sent)
+        coming = link.bring(sent.host, sent.done)
         for _ in range(20):
             b = (b @ b).clamp(-1, 1)
         end.record(torch.accelerator.current_stream(cuda))
@@ -141,5 +120,5 @@ def test_pinned_memory_does_not_grow(cuda: torch.device) -> None:
         del y
         torch.cuda.synchronize()  # what is still being copied is still held
         store.wait()
-        held.append((store.open().courier(cuda).pool.held, torch.cuda.memory_allocated()))
+        held.append((store.open().offload(cuda).pool.held, torch.cuda.memory_allocated()))
     assert len(set(held[20:])) == 1

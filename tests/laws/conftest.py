@@ -7,7 +7,6 @@ import pathlib
 import pytest
 
 from tests.support import switch
-from tests.support.locks import orders  # noqa: F401
 from tests.support.stores.faulty import no_collector  # noqa: F401
 from tests.support.stores.moving import alone, one_thread, shut  # noqa: F401
 from tests.support.stores.pairs import PAIRS, Pair

@@ -16,15 +16,14 @@ from disthooks._tensors import StorageRegion
 from disthooks._torch import StorageRef
 from disthooks.saved import contents, packed
 from disthooks.saved.python_nodes import read_by_node
-from disthooks.saved.stores.pools import AlignedPool
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts how often regions, handles, restored contents and blocks were looked at."""
-    counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
+    """Counts how often regions, handles and restored contents were looked at."""
+    counts = {"regions": 0, "handles": 0, "brought": 0}
     nbytes = StorageRegion.nbytes.fget
-    part, bring, total = packed.Readers.drop_far_readers, contents.StoredContent._restore, AlignedPool._count
+    part, bring = packed.Readers.drop_far_readers, contents.StoredContent._restore
 
     def counted_nbytes(region: StorageRegion) -> int:
         counts["regions"] += 1
@@ -39,14 +38,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["brought"] += 1
         return bring(self)
 
-    def counted_total(self: Any) -> None:
-        counts["blocks"] += len(self._blocks)
-        total(self)
-
     monkeypatch.setattr(StorageRegion, "nbytes", property(counted_nbytes))
     monkeypatch.setattr(packed.Readers, "drop_far_readers", counted_part)
     monkeypatch.setattr(contents.StoredContent, "_restore", counted_bring)
-    monkeypatch.setattr(AlignedPool, "_count", counted_total)
     return counts
 
 

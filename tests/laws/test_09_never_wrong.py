@@ -26,7 +26,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import Store
-from disthooks.saved.stores.pools import room_for
+from disthooks.saved.stores.host import room_for
 from tests.support.models import Tiny, identical, step, tokens
 
 pytestmark = pytest.mark.any_device

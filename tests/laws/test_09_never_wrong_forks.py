@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from tests.support.stores.moving import Gate, chain, clean, pipe, right, slow, truth, write
+from tests.support.stores.moving import chain, clean, pipe, slow, truth, write
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning"),
@@ -88,45 +88,6 @@ def test_a_fork_while_threads_write_disturbs_nobody(tmp_path: pathlib.Path, monk
     assert not wrong
     assert clean(store)
     assert os.listdir(tmp_path) == []
-
-
-def _opened(folder: pathlib.Path, gate: Gate) -> dh.OnDisk:
-    """A new store may write to measure the disk, so the gate is open for that."""
-    gate.open.set()
-    return dh.OnDisk(folder)
-
-
-def test_what_was_in_memory_is_readable_in_the_child(tmp_path: pathlib.Path, gate: Gate) -> None:
-    """A tensor that is being written, or waits for it, is readable in the child.
-
-    One that was written is an error that says why.
-    """
-    store, x = _opened(tmp_path, gate), torch.linspace(-2, 2, 5000)
-    written = store.put(x)
-    store.wait()
-    gate.open.clear()
-    moving = [store.put(x + i) for i in range(5)]
-
-    def check() -> bool:
-        gate.open.set()
-        same = all(torch.equal(store.get(ticket), x + i) for i, ticket in enumerate(moving))
-        try:
-            store.get(written)
-        except StoreError as error:
-            same &= "Run the backward in the process that ran the forward" in str(error) and error.path == str(tmp_path)
-        else:
-            same = False
-        for ticket in (*moving, written):
-            store.drop(ticket)
-        return same and right(store)
-
-    for _ in range(5):
-        assert in_child(check) == 0
-    gate.open.set()
-    for tensor, ticket in zip([x, *(x + i for i in range(5))], [written, *moving], strict=True):
-        assert torch.equal(store.get(ticket), tensor)
-        store.drop(ticket)
-    assert clean(store)
 
 
 def test_a_backward_in_a_child_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:

@@ -219,7 +219,7 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
     (y,) = forward(store, x)
     gate.open.set()
     assert "Input/output error" in str(error_of(lambda: [store.drop(store.put(x)) for _ in range(100_000)]))
-    assert store.open().offload.in_flight > 0
+    assert store.open().worker.in_flight > 0
     (grad,) = torch.autograd.grad(y, x, retain_graph=True)
     assert torch.equal(grad, truth(x))
     store.wait()

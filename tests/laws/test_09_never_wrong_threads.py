@@ -1,18 +1,14 @@
-"""Law 9, never wrong, when a thread that moves tensors dies, or when none can be started: nobody waits for ever.
+"""Law 9, never wrong, when a thread that moves tensors fails, or when none can be started: nobody waits for ever.
 
 And where a thread writes small tensors together, each is right by itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import os
 import pathlib
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,17 +18,15 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import crew, offload
 from disthooks.saved.stores import tape as tapes
-from disthooks.saved.stores.offload import Offload
 from disthooks.saved.stores.read_ahead import ReadAhead
 from disthooks.saved.stores.scratch_file import CHUNK
 from tests.support.models import identical
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
-from tests.support.stores.moving import Gate, Nth, error_of, movers, read, right, slow, step, write
+from tests.support.stores.moving import Nth, error_of, movers, read, right, step, write
 
-# --- A thread that raises or is killed
+# --- A thread that raises
 
 
 MAIN = threading.main_thread()
@@ -70,75 +64,30 @@ def test_whatever_a_thread_raises_the_step_ends(
     store.release_idle()
 
 
-@pytest.mark.usefixtures("one_thread", "alone")
-@pytest.mark.parametrize("moment", range(6))
-@pytest.mark.usefixtures("quiet")
-def test_a_thread_that_is_killed_is_not_waited_for(
-    moment: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread is killed at any point of its work.
-
-    Nobody waits for it in the end, and the tensors that it had are in memory.
-    """
-    store = dh.OnDisk(tmp_path, in_flight="40 KiB")
-    kill = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    of_others = {thread.ident for thread in movers()}  # idle, of stores of other tests: they would die in a later test
-    at_work = {(each.__name__, "_run") for each in (offload, crew)}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", slow(write, 0.002))
-        patch.setattr(os, "preadv", slow(read, 0.002))
-
-        def kill_all() -> None:
-            # A thread that is killed while it starts another one kills that one before it has started (Python 3.11),
-            # and waits for it for ever. A thread that has just ended leaves its number to the next one. So only
-            # threads that are at work are killed.
-            for number, frame in sys._current_frames().items():
-                names = {(each.f_globals["__name__"], each.f_code.co_name) for each, _ in traceback.walk_stack(frame)}
-                if number not in of_others and names & at_work and ("threading", "start") not in names:
-                    kill(ctypes.c_ulong(number), ctypes.py_object(SystemExit))
-
-        for i in range(8):
-            timer = threading.Timer(0.003 * i + 0.0007 * moment, kill_all)
-            timer.start()
-            with contextlib.suppress(StoreError, SystemExit):
-                assert step(store, wait=False)
-            timer.join()
-    for _ in range(2):  # a write that a killed thread did not make may raise once more
-        with contextlib.suppress(StoreError, SystemExit):
-            store.wait()
-    assert right(store)
-    assert movers()
-    store.release_idle()  # a thread that was killed while it was idle ends here
-
-
-@pytest.mark.parametrize("method", ["_queue", "_was_written", "_was_dropped", "_was_asked", "plan_after", "_dispatch"])
-def test_an_error_of_the_owner_is_raised_and_nobody_waits_for_it(
+@pytest.mark.parametrize("method", ["forget_taken", "plan_after", "next"])
+def test_an_error_of_the_worker_is_raised_and_nobody_waits_for_it(
     method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next ``put`` or ``get`` raises it once if it comes twice, and what was put before is right."""
+    """The next ``put`` or ``get`` raises it once, and what was put before is right."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.arange(3000.0)
-    # Two parts of its work are no messages, and are not tried again.
-    stored, raised, faults = [], 0, iter([True] * (1 if method in ("plan_after", "_dispatch") else 2))
-    owner = Offload if hasattr(Offload, method) else ReadAhead
-    work = getattr(owner, method)
+    raised, faults, work, mine = 0, iter([True]), getattr(ReadAhead, method), store.open().worker._ahead
 
     def fails(*args: object) -> object:
-        if next(faults, False):
-            raise MemoryError("no memory for the owner")
+        if args[0] is mine and next(faults, False):  # threads of other tests may be idle
+            raise MemoryError("no memory for the worker")
         return work(*args)
 
-    monkeypatch.setattr(owner, method, fails)
+    monkeypatch.setattr(ReadAhead, method, fails)
 
     def tried(call: Callable[[], Any]) -> Any:
         nonlocal raised
         try:
             return call()
         except StoreError as error:
-            raised += "no memory for the owner" in str(error)
+            raised += "no memory for the worker" in str(error)
             return call()
 
-    for i in range(8):
-        stored.append(tried(lambda i=i: store.put(x + i)))
+    stored = [tried(lambda i=i: store.put(x + i)) for i in range(8)]
     tried(store.wait)
     for i, ticket in reversed(list(enumerate(stored))):
         assert torch.equal(tried(lambda ticket=ticket: store.get(ticket)), x + i)
@@ -296,7 +245,7 @@ def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> 
 def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.Path) -> None:
     """A step may run at exit, after the threads of the store ended. What it puts stays in memory."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.linspace(-2, 2, 5000, requires_grad=True)
-    store.open().offload.close()
+    store.open().worker.close()
     with dh.saving(ALL, store):
         y = x.sin().cos().tan().sum()
     store.wait()
@@ -317,9 +266,10 @@ def test_the_failure_of_another_tensor_is_not_that_of_this_one(
     tiers.wait()
     monkeypatch.setattr(os, "pwrite", full)
     two = tiers.put(second)
-    for tape in tiers.stores[0].open().offload.tapes:
-        tape.flush()  # it is written at once
-    assert soon(lambda: tiers.stores[0].open().offload._failed is not None)
+    worker = tiers.stores[0].open().worker
+    with worker._lock:
+        worker._flush()  # it is written at once
+    assert soon(lambda: worker._failed is not None)
     assert torch.equal(tiers.get(one), first)
     assert torch.equal(tiers.get(two), second)
 
@@ -361,55 +311,3 @@ def test_readers_in_several_threads_get_memory_of_their_own(tmp_path: pathlib.Pa
             thread.join()
         assert len({tensor.data_ptr() for tensor in got}) == 4
         assert all(torch.equal(tensor, x) for tensor in got)
-
-
-def test_an_owner_that_seems_dead_has_no_second_one_beside_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After Ctrl-C, ``Thread.is_alive`` may be False for a thread that lives (Python 3.11)."""
-    monkeypatch.setattr(offload, "_IDLE", 30.0)  # on a busy machine a second is over before anybody looks
-    store, x = dh.OnDisk(tmp_path, in_flight="40 KiB"), torch.arange(5000.0)
-    stored = [store.put(x)]
-    store.wait()
-    owner = store.open().offload._owner
-    assert owner is not None
-    monkeypatch.setattr(owner, "is_alive", lambda: False)
-    stored += [store.put(x + i) for i in range(1, 50)]
-    store.wait()
-    assert store.open().offload._owner is owner
-    for i, ticket in reversed(list(enumerate(stored))):
-        assert torch.equal(store.get(ticket), x + i)
-        store.drop(ticket)
-    monkeypatch.undo()
-    store.release_idle()
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_group_whose_owner_was_killed_while_it_was_dropped_is_not_waited_for(
-    gate: Gate, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next owner finds the group, which is neither in flight nor to be written any more."""
-    store, x = dh.OnDisk(tmp_path, direct=False), torch.arange(100_000.0)
-    landed, kills = Offload._has_landed, [True]
-
-    def killed(self: Offload, group: object) -> None:
-        if kills:
-            kills.pop()
-            raise SystemExit
-        landed(self, group)  # type: ignore[arg-type]
-
-    tickets = [store.put(x + i) for i in range(3)]  # two threads wait at the gate, and the third group waits for them
-    offload = store.open().offload
-    assert soon(lambda: gate.waiting == 2 and len(offload._writes) == 1)
-    owner = offload._owner
-    assert owner is not None
-    monkeypatch.setattr(Offload, "_has_landed", killed)
-    store.drop(tickets.pop())
-    offload._ring()
-    assert soon(lambda: not kills and not owner.is_alive())
-    gate.open.set()
-    waiting = threading.Thread(target=store.wait, daemon=True)
-    waiting.start()
-    waiting.join(60)
-    assert not waiting.is_alive()
-    assert all(torch.equal(store.get(ticket), x + i) for i, ticket in enumerate(tickets))

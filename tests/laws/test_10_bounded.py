@@ -207,7 +207,7 @@ def test_a_store_without_a_limit_lifts_no_other_limit(tmp_path: pathlib.Path) ->
             store.drop(ticket)
         del kept[:-4]
     assert store.files[0].resident <= 2 << 20
-    assert unlimited.put(torch.rand(1 << 20)).runtime is not store.offload
+    assert unlimited.put(torch.rand(1 << 20)).runtime is not store.worker
 
 
 # --- Tiers: a tier that is full sends down the tensors that backward reads last, and nothing is lost or held twice

@@ -34,18 +34,16 @@ def opened(gate: Gate, folder: pathlib.Path, **options: Any) -> dh.OnDisk:
 
 def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: Gate) -> None:
     store = opened(gate, tmp_path)
-    stats = store.open().offload.stats
-    tickets = []
-    for thread in (1, 2):
-        tickets.append(store.put(X))
-        assert soon(lambda thread=thread: gate.waiting == thread)
+    stats = store.open().worker.stats
+    tickets = [store.put(X)]
+    assert soon(lambda: gate.waiting == 1)
     tickets += [store.put(X + i) for i in range(8)]
     for ticket in tickets:
         store.drop(ticket)
-    assert store.open().offload.in_flight == 2 * X.nbytes
+    assert store.open().worker.in_flight == X.nbytes
     gate.open.set()
     store.wait()
-    assert (stats.never_written, gate.waiting) == (8 * X.nbytes, 2)
+    assert (stats.never_written, gate.waiting) == (8 * X.nbytes, 1)
     assert clean(store)
 
 
@@ -62,7 +60,7 @@ def test_what_is_wanted_in_time_is_never_read(
     store = opened(gate, tmp_path, direct=False)
     x, y = forward(store)
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
-    stats = store.open().offload.stats
+    stats = store.open().worker.stats
     assert stats.from_memory == 12 * X.nbytes
     gate.open.set()
     del y
@@ -73,7 +71,7 @@ def test_what_is_wanted_in_time_is_never_read(
 
 def step(store: dh.OnDisk, length: int = 12) -> Any:
     """A step whose tensors are all on disk before its backward begins; what moved in it."""
-    stats = store.open().offload.stats
+    stats = store.open().worker.stats
     before = stats.read, stats.ahead, stats.in_vain
     x, y = forward(store, length)
     store.wait()
@@ -113,7 +111,7 @@ def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
     """
     monkeypatch.setattr(os, "preadv", slow(read, 0.001))
     store = dh.OnDisk(tmp_path, in_flight=5 * X.nbytes + 1000)
-    stats = store.open().offload.stats
+    stats = store.open().worker.stats
 
     def read_all(order: str) -> tuple[int, int]:
         """The bytes that were read ahead, and in vain."""
@@ -154,16 +152,16 @@ def test_never_more_than_in_flight_is_on_its_way(
 ) -> None:
     """The bound holds for writes and for reads; a tensor that is larger than the bound goes alone."""
     store = dh.OnDisk(tmp_path, in_flight=budget)
-    offload, most = store.open().offload, collections.Counter()
+    offload, most = store.open().worker, collections.Counter()
 
     def look(name: str, call: Any) -> Any:
         def looked(*args: Any) -> int:
-            most["written"] = max(most["written"], sum(offload._flights.values()))
+            most["written"] = max(most["written"], sum(group.size for group in offload._in_flight()))
             # What backward takes in this moment is not ahead of it.
             ahead = (
                 group.nbytes
                 for group in list(offload._ahead.groups)
-                if group is not group.tape.last_read and (group.is_planned or group.is_reading or group.ahead)
+                if group is not group.tape.last and (group.is_planned or group.is_reading or group.ahead)
             )
             most["ahead"] = max(most["ahead"], sum(ahead))
             return slow(call, 0.0005)(*args)

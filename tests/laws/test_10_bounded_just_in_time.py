@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.stores.host import AlignedPool
 from disthooks.saved.stores.order import AccessOrder
-from disthooks.saved.stores.pools import AlignedPool
 from tests.support.stores.faulty import soon
 
 pytestmark = pytest.mark.any_device
@@ -38,7 +38,7 @@ class Slow(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         time.sleep(ctx.seconds / 2)
-        mover = ctx.store.open().offload
+        mover = ctx.store.open().worker
         Slow.noted.append(sum(group.nbytes for group in list(mover._ahead.groups) if group.ahead))
         time.sleep(ctx.seconds / 2)
         return grad * 2 + 0 * x, None, None
@@ -119,8 +119,7 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     store = dh.OnDisk(tmp_path)
     for _ in range(2):
         _step(store, 0.05)
-    pool = store.open().offload.buffers
-    assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
+    assert store.open().worker.buffers._bytes <= 2 << 20
 
 
 @pytest.mark.second_tier
@@ -158,9 +157,8 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     del y
     (tier,) = store.report()
     assert tier.held == 0
-    mover = store.open().offload
-    mover._ring()  # the owner frees what was dropped
-    assert soon(lambda: not mover._ahead.planned)
+    mover = store.open().worker
+    assert soon(lambda: mover.in_flight == 0 and not mover._ahead.planned)
     store.release_idle()
     assert soon(lambda: mover.files[0].in_use == 0)  # a thread may be reading in this moment
 
@@ -290,10 +288,10 @@ def test_time_that_was_waited_is_not_taken_for_computing() -> None:
 def test_the_memory_to_read_into_is_bounded() -> None:
     pool = AlignedPool(keep=64 << 10)
     leases = [pool.lease(16 << 10) for _ in range(6)]  # more than it keeps: they are in use
-    assert len(pool._blocks) == 6
+    assert pool._bytes == 6 * (16 << 10)
     del leases
     held = pool.lease(16 << 10)
-    assert sum(len(block) for block in pool._idle.values()) == 48 << 10
+    assert sum(len(block) for block in pool._idle) == 48 << 10
     pool.trim(0)
     assert not pool._idle
     assert len(held) == 16 << 10

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.grads.sinks.base import OpenSink, is_empty, shown
@@ -29,7 +29,7 @@ from disthooks.grads.sinks.base import OpenSink, is_empty, shown
 VARIABLE = "DISTHOOKS_RUN"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
-_lock = shared_lock(Order.WATCH)
+_lock = new_lock()
 #: For each file how many attachments write to it now, and how many runs of this process have ended there.
 _writers: dict[str, list[int]] = {}
 

@@ -194,8 +194,6 @@ class _Cosine(_OwnGradients):
 
 @dataclass(frozen=True)
 class CosineSums(_Cosine):
-    """For each scope the number of ranks that have a cosine, and the sum of their cosines."""
-
     merge: ClassVar[Merge] = "sum"
 
     def local(self, local: Local) -> torch.Tensor:

@@ -41,7 +41,6 @@ def _bins(size, FIRST: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def _lane_sums(x, DEEP: tl.constexpr, LANES: tl.constexpr):
-    """The sums of the elements that each thread has."""
     return tl.sum(tl.reshape(tl.sum(x, axis=1), [DEEP, LANES]), axis=0)
 
 
@@ -56,7 +55,6 @@ def _tile(
     DEEP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     COUNTED: tl.constexpr, FIRST: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """The numbers so far, with those of one more tile."""
     at = tl.arange(0, DEEP * LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
     if MASKED:
         x = _widened(tl.load(x_ptr + at, mask=at < left, other=0.0))

@@ -46,7 +46,6 @@ class UpdatePower(Measure):
 
 
 def _norms_of_change(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """The norm of ``now - before`` for each pair, in the order of the pairs."""
     found: dict[int, torch.Tensor] = {}
     small = [i for i, (now, _) in enumerate(pairs) if now.numel() <= _SMALL]
     if small:  # all by one kernel launch

@@ -505,7 +505,6 @@ def groups(explanation: Explanation) -> list[Group]:
 
 
 def largest_group(explanation: Explanation) -> Group | None:
-    """The group that saves most, if it saves a third of all."""
     found = next(iter(groups(explanation)), None)
     return found if found is not None and 3 * found.nbytes > explanation.saved_bytes else None
 
@@ -601,7 +600,6 @@ def what_if(
 
 
 def _step_with(yaml: str, builder: Builder, situation: Situation) -> Step:
-    """The step with the plan of these lines."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "hooks.yaml"
         file.write_text(yaml, encoding="utf-8")

@@ -131,7 +131,6 @@ class Fits:
 
     @property
     def does_fit(self) -> bool:
-        """Whether the step fits as it was asked for."""
         return self.nbytes <= self.limit
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +242,6 @@ class _Search:
         self._was_refused, self._start = False, 1
 
     def know(self, size: int, explanation: Explanation) -> Probe:
-        """Keep what an explanation says of ``size``."""
         nbytes = self._measure(explanation)
         moments: tuple[int, ...] = (nbytes,)
         if self._measure is peak:
@@ -279,7 +277,6 @@ class _Search:
         return not probe.refusal and probe.nbytes <= self._limit
 
     def largest(self, start: int, patience: float) -> Largest:
-        """Search from the size ``start``, which runs."""
         end = time.monotonic() + patience
         self._start = start
         self._most = max(self._most, start)
@@ -447,6 +444,5 @@ class _Search:
 
 
 def _exact(nbytes: int, other: int | None) -> str:
-    """``nbytes`` as text that tells it from ``other``."""
     is_same = other is not None and nbytes != other and format_bytes(nbytes) == format_bytes(other)
     return f"{nbytes:,} bytes" if is_same else format_bytes(nbytes)

@@ -85,7 +85,6 @@ class Attention(NamedTuple):
 
     @property
     def needs_grad(self) -> bool:
-        """Whether there will be a backward."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 

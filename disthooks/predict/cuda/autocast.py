@@ -226,7 +226,6 @@ def _rnn(operator: Any, keys: Any, tensor: Any, weights: Any, *args: Any, **kwar
 
 
 def cuda_policy(name: str) -> Callable[..., Any]:
-    """What CUDA's autocast does with ``aten::name``."""
     if name == RNN:
         return _rnn
     if not has_kernel(name, _CUDA):
@@ -246,7 +245,6 @@ def cuda_policy(name: str) -> Callable[..., Any]:
 
 
 def cpu_policy(name: str) -> Callable[..., Any]:
-    """What the CPU's autocast does with ``aten::name``."""
     if not has_kernel(name, _CPU):
         return _nothing
     if name in _CPU_LOWER_PRECISION or name in LOWER_PRECISION:

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 
 _S = TypeVar("_S")
 
@@ -31,7 +31,7 @@ class _Shared(Generic[_S]):
     """Something of the process that is changed while a thread asks for it; see [Note: kernels of one thread]."""
 
     def __init__(self) -> None:
-        self._lock = shared_lock(Order.PREDICTION)
+        self._lock = new_lock()
         self._thread = threading.local()
         self._users = 0
 

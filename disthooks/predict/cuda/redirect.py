@@ -84,7 +84,6 @@ class Properties:
 
     @property
     def total_memory(self) -> int:
-        """Bytes."""
         return self._gpu.known("total_memory").memory_bytes
 
     @property

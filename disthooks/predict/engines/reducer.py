@@ -106,7 +106,6 @@ class FakeReducer:
         return on_gradient
 
     def _copy(self, index: int) -> None:
-        """Copy a gradient into its bucket."""
         parameter, view = self.params[index], self._views[index]
         gradient = parameter.grad
         assert gradient is not None

@@ -102,7 +102,6 @@ class EngineSpec:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed trains."""
         return self.kind.startswith("zero")
 
 

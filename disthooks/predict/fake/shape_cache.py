@@ -80,7 +80,6 @@ class ShapeCache:
         return tuple(parts)
 
     def result(self, mode: Any, key: Any, args: tuple[Any, ...]) -> tuple[Any] | None:
-        """The result of a call, in a tuple; None if it is not known."""
         known = self._results.get(key)
         if known is None:
             return None

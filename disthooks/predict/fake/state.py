@@ -23,22 +23,13 @@ from typing import Any
 
 import torch
 
-from disthooks._fork_safe import Order, tensor_lock
+from disthooks._locks import new_lock
 
 #: Variables that make libraries read files on this machine and ask no hub.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}
 _DEVICES = ("cpu", "cuda")
 
-_turn = tensor_lock(Order.EXPLAINING)
-
-
-def _new_turn() -> None:
-    global _turn
-    _turn = tensor_lock(Order.EXPLAINING)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_turn)
+_turn = new_lock()
 
 
 @contextlib.contextmanager

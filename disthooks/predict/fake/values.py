@@ -254,7 +254,6 @@ class Values(_Mode):  # type: ignore[misc]
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The real value of ``tensor``; None if it has none."""
     if _is_real(tensor):
         return tensor  # `torch.tensor([...])`, before it becomes fake
     value: torch.Tensor | None = tensor.__dict__.get("_value")
@@ -294,7 +293,6 @@ def _is_fraction(dtype: torch.dtype) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that ``func`` writes into."""
     given = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
     names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [each for each in pytree.tree_leaves([given.get(name) for name in names]) if isinstance(each, torch.Tensor)]

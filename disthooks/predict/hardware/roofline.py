@@ -125,7 +125,6 @@ def _inner(args: Sequence[Any], out: Any) -> int:
 
 
 def _added(args: Sequence[Any], out: Any) -> int:
-    """The same, after the summand."""
     return int(2 * _size(out) * args[1].shape[-1])
 
 
@@ -351,7 +350,6 @@ def _once(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _new_bytes(traits: _Traits, out: Any) -> int:
-    """The bytes of the outputs that are new memory."""
     if isinstance(out, torch.Tensor):
         return _touched(out) if traits.fresh is None or (traits.fresh and traits.fresh[0]) else 0
     if not isinstance(out, (list, tuple)):

@@ -14,7 +14,7 @@ gives the reports that a real run gives.
 # - A formula of Recompute gives the bits of the original, by its first variant, if it runs on tensors of these shapes
 #   and gives as many bytes (`PlannedVerification`). A real run compares, and stores what differs: kernels whose bits
 #   depend on the number of threads, an eps that the graph does not show, a change that nobody counted.
-# - Casting a weight again gives the bits of autocast's copy (`PlannedCopy`). Which weight a copy without a history was
+# - Casting a weight again gives the bits of autocast's copy. Which weight a copy without a history was
 #   cast from is not found by values, but because the cast was seen (`_SeenCasts`).
 # - What a codec of disthooks asks is whether a block has an inf or a nan. The answer is no (`_Answers`).
 # - If the size of what a codec makes depends on the data, the codec counts as if it saved nothing, unless a ratio is
@@ -58,7 +58,7 @@ from disthooks.saved.codecs.compact import Compact
 from disthooks.saved.codecs.compress import Compress
 from disthooks.saved.contents import SmallCopy, StoredContent
 from disthooks.saved.counters import Counters, WarnedOnce
-from disthooks.saved.hooks import HookSite, Kinds, SavedTensorHooks, unpack
+from disthooks.saved.hooks import HookSite, SavedTensorHooks, unpack
 from disthooks.saved.module_class import exchange_site, site_of
 from disthooks.saved.packed import Packed
 from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
@@ -66,7 +66,7 @@ from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.recompute.context import Recomputed
 from disthooks.saved.recompute.verify import Proofs, Verification
 from disthooks.saved.report import SavedReport
-from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
+from disthooks.saved.weights import NARROW, ModuleWeights
 from disthooks.saved.wrap import SaveWith
 
 _aten: Any = torch.ops.aten
@@ -165,7 +165,6 @@ class _SeenCasts(_Mode):  # type: ignore[misc]
         return found
 
     def source(self, copy: torch.Tensor) -> nn.Parameter | None:
-        """The parameter from which ``copy`` was cast; None if it was not."""
         found = self._sources.get(copy.untyped_storage()._cdata)
         return None if found is None else found[1]()
 
@@ -238,10 +237,11 @@ class PlannedSmallCopy(SmallCopy):
         return hasattr(self, "_copy") and part.untyped_storage().nbytes() == self.nbytes
 
 
-class PlannedCopy(AutocastCopy):
-    """An :class:`AutocastCopy` of a fake tensor; the answers that it asks for say that the cast is the same."""
-
-    __slots__ = ()
+_PLANNED: dict[type[Packed], type[Packed]] = {
+    StoredContent: PlannedContent,
+    Recomputed: PlannedRecomputed,
+    SmallCopy: PlannedSmallCopy,
+}
 
 
 class PlannedVerification(Verification):
@@ -307,7 +307,6 @@ class PlannedCodec(Codec):
         return contextlib.nullcontext() if is_ours else _NoAddresses()
 
     def _is_left_alone(self, tensor: torch.Tensor) -> bool:
-        """Whether the codec leaves ``tensor`` as it is if it is on an accelerator."""
         is_chosen = isinstance(self._codec, Compact) and self._codec.floats is None
         return is_chosen and self._is_accelerator and tensor.is_floating_point()
 
@@ -344,15 +343,14 @@ class _Encoded:
 class PlannedWeights(ModuleWeights):
     """The weights of a module, whose copies are told by the casts that were seen."""
 
-    __slots__ = ("seen",)
-    seen: _SeenCasts | None
+    __slots__ = ("_seen",)
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module, seen: _SeenCasts) -> None:
         super().__init__(module)
-        self.seen = None
+        self._seen = seen
 
     def _weight_like(self, copy: torch.Tensor) -> nn.Parameter | None:
-        source = None if self.seen is None else self.seen.source(copy)
+        source = self._seen.source(copy)
         if source is None or self._module is None or source.shape != copy.shape or source.dtype in NARROW:
             return None
         return source if any(source is weight for weight in self._module.parameters()) else None
@@ -361,16 +359,14 @@ class PlannedWeights(ModuleWeights):
 class PlannedHooks(SavedTensorHooks):
     """The hooks of one call in a prediction. See [Note: a prediction runs the hooks]."""
 
-    _kinds = Kinds(PlannedWeights, PlannedContent, PlannedRecomputed, PlannedCopy, PlannedSmallCopy)
-
     def __init__(
         self, seen: _SeenCasts, is_accelerator: bool, pipeline: OpenPipeline, name: str, module: nn.Module | None
     ) -> None:
         super().__init__(pipeline, name, module)
         self._is_accelerator = is_accelerator
         self._fresh_count = _planned_fresh_count()
-        if isinstance(self._weights, PlannedWeights):
-            self._weights.seen = seen
+        if module is not None:
+            self._weights = PlannedWeights(module, seen)
         base = super()._pack
         plain: Any = getattr(self._hooks, "pack_hook")  # noqa: B009
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -390,6 +386,11 @@ class PlannedHooks(SavedTensorHooks):
     ) -> None:
         with _answered():
             super().__exit__(kind, error, trace)
+
+    def _wrap(self, *arguments: Any) -> Packed:
+        packed = super()._wrap(*arguments)
+        packed.__class__ = _PLANNED.get(type(packed), type(packed))  # it differs in methods alone
+        return packed
 
     def _reason_to_keep(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
         reason = super()._reason_to_keep(owner, part)
@@ -476,7 +477,6 @@ class Planned:
         self._stores.begin_step()
 
     def reports(self) -> list[SavedReport]:
-        """The report of each entry, in their order."""
         return [saving.report() for saving in self._savings]
 
     def report(self) -> SavedReport:
@@ -490,7 +490,6 @@ class Planned:
         return [saving.names for saving in self._savings]
 
     def say_unknown(self, text: str) -> None:
-        """Add ``text`` to ``unknown``, once."""
         if text not in self.unknown:
             self.unknown.append(text)
 

@@ -23,7 +23,7 @@ from disthooks._tensors import parse_bytes, resident
 from disthooks.saved.stores.base import ByteBudget, Counted, Functions, Store, StoreReport
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
-from disthooks.saved.stores.pools import PAGE
+from disthooks.saved.stores.host import PAGE
 from disthooks.saved.stores.tiers import OnDevice, OpenTiered, Tiered
 from disthooks.saved.stores.turns import Placed
 
@@ -65,14 +65,12 @@ class PlacedBytes:
 
     @property
     def now(self) -> dict[str, int]:
-        """The bytes that are in each place now."""
         found = dict.fromkeys(PLACES, 0)
         for place, held in self._sources:
             found[place] += held()
         return found
 
     def add(self, place: str, held: Callable[[], int]) -> None:
-        """Count the bytes that ``held`` returns as bytes in ``place``."""
         self._sources.append((place, held))
 
     def note(self) -> None:
@@ -102,7 +100,6 @@ class _Entry(Counted):
         self._kind = tensor.dtype, tensor.size(), tensor.stride(), tensor.device
 
     def again(self) -> torch.Tensor:
-        """A new tensor in its layout."""
         dtype, size, stride, device = self._kind
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -337,7 +334,6 @@ class PlannedStores:
         self._made: dict[int, tuple[Store, Store]] = {}  # by the identity of the spec, which is held, too
 
     def of(self, spec: Store) -> Store:
-        """The store that stands for ``spec`` in a pipeline."""
         if isinstance(spec, Functions):
             return self._functions(spec)
         return WatchedStore(spec, self._working(spec), self._placed, self._is_accelerator)

@@ -27,7 +27,6 @@ class Sample(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return sum(self.nbytes)
 
 
@@ -94,7 +93,6 @@ class Timeline:
 
     @property
     def peak_sample(self) -> Sample:
-        """The first sample with the most bytes."""
         return max(self.samples, key=lambda each: each.total)
 
     def of_the_step(self, phase: Phase) -> int:

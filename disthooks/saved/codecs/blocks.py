@@ -149,7 +149,6 @@ def packs(bools: torch.Tensor, run: int) -> bool:
 
 
 def unpacks(packed: torch.Tensor, count: int) -> bool:
-    """Whether :func:`unpack` takes ``count`` bools out of ``packed``."""
     return packed.is_cuda and packed.numel() % _RUN == 0 and count >= _FEWEST and _works(packed.device)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import threading
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from disthooks._registry import register
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.codecs.base import Codec, flat
+from disthooks.saved.stores.host import memory_of
 
 
 class _Spec(NamedTuple):
@@ -69,15 +69,15 @@ class Compress(Codec):
             level = 1 if self.level is None else self.level
             if level not in compressors:
                 compressors[level] = _imported("zstd").ZstdCompressor(level=level)
-            compressed: bytes = compressors[level].compress(_memory(content))
+            compressed: bytes = compressors[level].compress(memory_of(content))
         else:
             lz4 = _imported("lz4")
             size = lz4.BLOCKSIZE_MAX4MB
-            compressed = lz4.compress(_memory(content), compression_level=self.level or 0, block_size=size)
+            compressed = lz4.compress(memory_of(content), compression_level=self.level or 0, block_size=size)
         if len(compressed) >= content.numel():
             return (tensor,), None
         encoded = torch.empty(len(compressed), dtype=torch.uint8, device="cpu")
-        ctypes.memmove(encoded.data_ptr(), compressed, len(compressed))
+        memory_of(encoded)[:] = compressed
         return (encoded,), _Spec(tensor.shape, tensor.dtype, tensor.device)
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec | None) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Compress(Codec):
         compressed = tensors[0].cpu().contiguous()
         try:
             decompress = _decompress_zstd if self.library == "zstd" else _decompress_lz4
-            count = decompress(_memory(compressed), _memory(content))
+            count = decompress(memory_of(compressed), memory_of(content))
         except Exception as error:  # each library has error classes of its own
             raise StoreError(f"{self!r}: {compressed.numel()} bytes cannot be decompressed: {error}") from error
         if count != content.nbytes:
@@ -105,11 +105,6 @@ def _imported(library: str) -> Any:
         return importlib.import_module("zstandard" if library == "zstd" else "lz4.frame")
     except ImportError as error:
         raise UsageError(f"Compress({library!r}) needs a library: pip install 'disthooks[compress]'") from error
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """A view of the bytes of a contiguous ``tensor`` on the CPU, without numpy. The tensor has to outlive the view."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _decompress_zstd(compressed: memoryview, into: memoryview) -> int:

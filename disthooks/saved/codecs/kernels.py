@@ -201,7 +201,6 @@ def encode(
 
 @triton.jit
 def _unscaled(v, scales, broken, MOST: tl.constexpr):
-    """``blocks.unscaled``."""
     out = v * tl.abs(scales)
     if broken:
         out = tl.where((scales < 0) & (tl.abs(v) >= MOST), v * float("inf"), out)

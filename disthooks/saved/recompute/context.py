@@ -250,7 +250,6 @@ class Recomputed(StoredContent):
         return is_taken
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
-        """The contents of ``storage``, in the narrow dtype if there is one."""
         if self._narrow is None or self._wide is None:
             return super().content(storage, typed)
         elements = self.nbytes // self._wide.itemsize

@@ -78,7 +78,6 @@ def is_as_made(tensor: torch.Tensor, node: Any) -> bool:
 
 
 def saves_now(node: Any) -> bool:
-    """Whether the operator of ``node`` is the one that saves tensors now."""
     return bool(node._sequence_nr() == sequence_number() - 1)
 
 
@@ -158,6 +157,5 @@ class NodeReader:
             raise NotComputable from error
 
     def has_gradient(self, place: int) -> bool:
-        """Whether a gradient flows to the input at ``place``."""
         edges = self._node.next_functions
         return place < len(edges) and edges[place][0] is not None

@@ -178,7 +178,6 @@ class Program:
 
     @property
     def variants(self) -> int:
-        """How many variants there are."""
         return max(len(step.runs) for step in self.steps)
 
     @property
@@ -194,7 +193,6 @@ class Program:
         return steps, inputs, self.layout, self.device, self._threads, torch.are_deterministic_algorithms_enabled()
 
     def has_its_inputs(self) -> bool:
-        """Whether every input is as it was when the program was made."""
         return all(map(_is_intact, self.inputs))
 
     def run(self) -> torch.Tensor:
@@ -278,7 +276,6 @@ def plainly(kind: str, threads: int | None) -> Iterator[None]:
 
 
 def _is_intact(each: Input) -> bool:
-    """Whether an input has the contents that it had when the program was planned."""
     if isinstance(each, Handle):
         return each.packed.is_intact
     if isinstance(each, Weight):
@@ -293,8 +290,8 @@ def _in_place(held: InPlace) -> InPlace | Vector:
     """
     tensor = held.tensor
     if tensor.dim() == 0 and (bitless.kinds or is_dispatched()):
-        # A prediction cannot copy a number; see [Note: tensors without bits] in _tensors.py. And a dispatch mode gets a
-        # number of Python's in place of the tensor that torch made of one, for which there is no operator.
+        # A number without bits cannot be copied; see [Note: tensors without bits] in _tensors.py. And a dispatch mode
+        # gets a number of Python's in place of the tensor that torch made of one, for which there is no operator.
         return held
     if tensor.nbytes <= _SMALL_COPY:
         return Vector(tensor)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 from disthooks._registry import register
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
 from disthooks._tensors import words_of
@@ -162,7 +162,7 @@ class Verification:
     )
 
     def __init__(self, where: str, always: bool, lock: Any = None) -> None:
-        self._lock = shared_lock(Order.PLACE) if lock is None else lock
+        self._lock = new_lock() if lock is None else lock
         self.where, self._always = where, always
         self.is_proven = self.is_different = self.is_broken = self.is_due = False
         self.reach = 1
@@ -311,7 +311,7 @@ class Proofs:
     def __init__(self) -> None:
         self._places: dict[Any, Verification] = {}  # the one that was used last is the last
         self._modules: set[str] = set()
-        self._lock = shared_lock(Order.PLACE)
+        self._lock = new_lock()
 
     def verification(self, key: tuple[str, Any], where: str, always: bool) -> Verification:
         """The verification of the place ``key``, a module's name and a program; a new one if there is none."""

@@ -10,11 +10,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from disthooks._fork_safe import DeferredSum, Order, shared_lock
+from disthooks._locks import DeferredSum, new_lock
 from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import drop_failed_backward, uncompiled
@@ -35,7 +35,7 @@ class BusyTime:
         self.seconds = 0.0
         self._count = 0
         self._begin = 0.0
-        self._lock = shared_lock(Order.IO_STATS)
+        self._lock = new_lock()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
@@ -157,19 +157,6 @@ def _speed(nbytes: int, seconds: float, measured: float | None) -> str:
     return f" at {nbytes / seconds / 1e9:.1f} GB/s{alone}"
 
 
-#: Names that a subclass of ``Store`` could override before 0.2, and the new name of each.
-_RENAMED = {
-    "adopt": "put_from_host",
-    "allow": "set_device_limit",
-    "held": "peek",
-    "moves": "leaves_memory",
-    "on_device": "device_bytes",
-    "rest": "release_idle",
-    "took": "pop_transfer_seconds",
-    "worth": "min_bytes",
-}
-
-
 class Store(ABC):
     """Keeps the bytes of tensors and gives them back.
 
@@ -187,16 +174,6 @@ class Store(ABC):
     min_bytes: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
     can_be_tier: ClassVar[bool] = True
     takes_plans: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for old, new in _RENAMED.items():
-            # A dataclass field may have such a name. A method may not: nothing would call it.
-            if callable(vars(cls).get(old)) or (old == "worth" and old in vars(cls)):
-                raise UsageError(
-                    f"{cls.__name__}.{old}: this method of Store is called {new} since disthooks 0.2; rename it, "
-                    "because nothing calls it under its old name"
-                )
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> Any:
@@ -271,10 +248,6 @@ class Store(ABC):
         The store makes them again when it needs them.
         """
 
-    def rest(self) -> None:
-        """The name of :meth:`release_idle` before 0.2."""
-        self.release_idle()
-
     def report(self) -> tuple[StoreReport, ...]:
         """What the store holds and what went through it: one entry for each place that it keeps tensors in."""
         return ()
@@ -287,7 +260,7 @@ class Store(ABC):
 Opened = TypeVar("Opened", bound=Store)
 
 #: Held while a store is opened.
-opening = shared_lock(Order.OPENING)
+opening = new_lock()
 
 # What works in this process for each spec that was used, by the identity of the spec. The second entry removes the
 # first one when the spec is gone: Python then calls ``_opened.pop(number, reference)``, a C function, so a destructor
@@ -309,13 +282,15 @@ class StoreSpec(Store, Generic[Opened]):
         """The store that does the work in this process, opened at the first call."""
         found = _opened.get(id(self))
         if found is not None:
-            return cast(Opened, found[0])
+            opened: Opened = found[0]
+            return opened
         with opening:
             number = id(self)
             if number not in _opened:
-                opened, gone = self._open(), functools.partial(_opened.pop, number)
-                _opened[number] = opened, weakref.ref(self, gone)
-            return cast(Opened, _opened[number][0])
+                made, gone = self._open(), functools.partial(_opened.pop, number)
+                _opened[number] = made, weakref.ref(self, gone)
+            opened = _opened[number][0]
+            return opened
 
     @abstractmethod
     def _open(self) -> Opened:
@@ -440,20 +415,10 @@ class ByteBudget:
         self._released = DeferredSum()
         #: Gives bytes back. It takes no lock, so that destructors may call it; see [Note: destructors].
         self.release: Callable[[int], None] = self._released.change
-        self._lock = shared_lock(Order.BUDGET)
+        self._lock = new_lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ByteBudget, (self._limit, self._owner, self._grain)
-
-    def debt(self, count: int, _partial: type[functools.partial[None]] = functools.partial) -> Callable[[], None]:
-        """A function that gives ``count`` bytes back at its first call, and nothing later. Destructors may call both.
-
-        >>> budget = ByteBudget(None, "OnCpu")
-        >>> budget.reserve(1000); pay = budget.debt(1000); pay(); pay(); budget.held
-        0
-        """
-        # ``extend`` empties the iterator in one C function, so no interrupt comes in between.
-        return _partial(self._released.change_by, iter((count,)))
 
     @property
     def limit(self) -> int | None:
@@ -487,38 +452,29 @@ class ByteBudget:
 
         Args:
             count: the bytes of the tensor.
-            debtor: gets ``size(count)`` as its ``owed`` in the moment in which the bytes are taken, so that no
-                interrupt comes between the two. If the bytes are not taken, its ``owed`` stays 0.
+            debtor: gets ``size(count)`` as its ``owed`` when the bytes are taken.
 
         Raises:
             StoreError: if more than the limit would be in use then. It has ``wanted`` and ``free``, in bytes.
         """
         if not self.has_room(count):
             drop_failed_backward()  # its graph holds bytes, and no code of the user's can free it
-        taken, count = 0, self.size(count)
-        try:
-            with self._lock:
-                used = self._taken - self._released.total()
-                if self._limit is not None and used + count > self._limit:
-                    free = max(0, self._limit - used)
-                    raise StoreError(
-                        f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
-                        f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
-                        "tensors only (AtLeast). What a forward saved counts as long as its graph is alive: after an "
-                        "error in forward or backward delete the outputs, the loss and the exception",
-                        wanted=count,
-                        free=free,
-                    )
-                # No interrupt comes between these lines, nor between the two lines below. See [Note: interrupts].
-                self._taken += count
-                taken = count
-                if debtor is not None:
-                    debtor.owed = count
-        except BaseException:
+        count = self.size(count)
+        with self._lock:
+            used = self._taken - self._released.total()
+            if self._limit is not None and used + count > self._limit:
+                free = max(0, self._limit - used)
+                raise StoreError(
+                    f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
+                    f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
+                    "tensors only (AtLeast). What a forward saved counts as long as its graph is alive: after an "
+                    "error in forward or backward delete the outputs, the loss and the exception",
+                    wanted=count,
+                    free=free,
+                )
+            self._taken += count
             if debtor is not None:
-                debtor.owed = 0
-            self.release(taken)  # an interrupt came after the bytes were taken
-            raise
+                debtor.owed = count
 
 
 class Counted:
@@ -539,7 +495,7 @@ class Counted:
         """Give the bytes back to the limit, unless that was done already."""
         owed, self.owed = self.owed, 0
         if owed:
-            self.budget.release(owed)  # no interrupt comes between these lines
+            self.budget.release(owed)
 
     @uncompiled()
     def __del__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 
@@ -14,8 +14,7 @@ from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, Store, StoreReport, StoreSpec
-from disthooks.saved.stores.courier import Courier
-from disthooks.saved.stores.device_copy import Carried
+from disthooks.saved.stores.offload import Offload, Offloaded
 from disthooks.saved.stores.tiers import OnDevice, OpenTiered
 from disthooks.saved.stores.turns import Placed
 
@@ -30,36 +29,17 @@ class _Held(Counted):
         self.tensor, self.device = tensor, tensor.device
 
 
-class _Sent(NamedTuple):
-    """A ticket with its courier and budget. Its destructor drops it: after Ctrl-C its owner may never have got it."""
+class _Sent:
+    """An entry of an :class:`Offload`. Its destructor drops it: after Ctrl-C its owner may never have got it."""
 
-    courier: Courier
-    ticket: Carried
-    budget: ByteBudget
+    __slots__ = ("entry", "offload")
+
+    def __init__(self, offload: Offload, entry: Offloaded) -> None:
+        self.offload, self.entry = offload, entry
 
     def drop(self) -> None:
-        """Drop the ticket, unless that was done already. If Ctrl-C ends this, the destructor does the rest.
-
-        A debt is made first. No interrupt comes between the line that clears ``owed`` and the call that hands it over.
-        """
-        ticket = self.ticket
-        parcel = ticket.parcel
-        if ticket.owed and parcel is not None and parcel.joined:
-            # The tensors of a parcel share one block of host memory. The last of them frees it, and pays this debt.
-            debt = self.budget.debt(ticket.owed)
-            ticket.owed = 0
-            parcel.owed.append(debt)
-        self.courier.drop(ticket)
-        if not ticket.owed:
-            return
-        debt = self.budget.debt(ticket.owed)
-        if parcel is None or parcel.is_idle:
-            ticket.owed = 0
-            debt()
-        else:
-            later = parcel, (debt,)
-            ticket.owed = 0
-            self.courier.owed.append(later)
+        """Drop the entry, unless that was done already."""
+        self.offload.drop(self.entry)
 
     @uncompiled()
     def __del__(self) -> None:
@@ -67,7 +47,7 @@ class _Sent(NamedTuple):
 
 
 class OpenOnCpu(Store):
-    """An :class:`OnCpu` at work: the bytes under its limit, and a courier for each device.
+    """An :class:`OnCpu` at work: the bytes under its limit, and an offload for each device.
 
     Args:
         budget: the bytes of all tensors.
@@ -77,7 +57,7 @@ class OpenOnCpu(Store):
 
     def __init__(self, budget: ByteBudget, in_flight: int, pin: bool) -> None:
         self.budget, self._in_flight, self._pin = budget, in_flight, pin
-        self.couriers: dict[torch.device, Courier] = {}
+        self.offloads: dict[torch.device, Offload] = {}
 
     def put(self, tensor: torch.Tensor) -> _Held | _Sent:
         """Copy ``tensor`` to the CPU; hold the tensor itself if it is there already."""
@@ -99,64 +79,57 @@ class OpenOnCpu(Store):
         return self._send(tensor, may_stay=False) if on_accelerator(tensor) else self.put(tensor)
 
     def _send(self, tensor: torch.Tensor, may_stay: bool) -> _Sent:
-        courier = self.courier(tensor.device)
-        counted = Counted(self.budget)
-        self._reserve(tensor.nbytes, counted)
-        sent = None
+        offload = self.offload(tensor.device)
+        sent = _Sent(offload, offload.entry(tensor))
         try:
-            sent = _Sent(courier, courier.ticket(tensor), self.budget)
-            sent.ticket.owed, counted.owed = counted.owed, 0
-            courier.put(sent.ticket, may_stay)
+            self._reserve(sent.entry)
+            offload.put(sent.entry, may_stay)
         except BaseException as error:
-            counted.drop()  # now, because the traceback holds this frame
-            if sent is not None:
-                sent.drop()
+            sent.drop()  # now, because the traceback holds this frame
             if isinstance(error, OSError):
                 what = f"OnCpu: the system has no {format_bytes(tensor.nbytes)} of memory left; give OnCpu a limit="
                 raise StoreError(what, wanted=tensor.nbytes) from error
             raise
         return sent
 
-    def _reserve(self, nbytes: int, debtor: Counted) -> None:
-        """Take ``nbytes`` of the limit for ``debtor``; at the limit, wait until copies of dropped tensors are done."""
+    def _reserve(self, entry: Offloaded) -> None:
+        """Take the bytes of ``entry`` from the limit; at the limit, wait until copies of dropped tensors are done."""
         while True:
             try:
-                self.budget.reserve(nbytes, debtor)
+                self.budget.reserve(entry.nbytes, entry)
             except StoreError:
-                if not any(courier.wait_for_memory() for courier in list(self.couriers.values())):
+                if not any(offload.wait_for_memory() for offload in list(self.offloads.values())):
                     raise
             else:
                 return
 
     def get(self, ticket: _Held | _Sent) -> torch.Tensor:
-        """The tensor, on the device that it was saved on."""
         if isinstance(ticket, _Sent):
-            return ticket.courier.get(ticket.ticket)
+            return ticket.offload.get(ticket.entry)
         return ticket.tensor.to(ticket.device)
 
     def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
         """The tensor in CPU memory. The host waits until it has arrived."""
-        return ticket.courier.in_host(ticket.ticket) if isinstance(ticket, _Sent) else ticket.tensor
+        return ticket.offload.in_host(ticket.entry) if isinstance(ticket, _Sent) else ticket.tensor
 
     def prefetch(self, ticket: _Held | _Sent) -> None:
         """Begin to bring the tensor back to its device, if there is room."""
         if isinstance(ticket, _Sent):
-            ticket.courier.prefetch(ticket.ticket)
+            ticket.offload.prefetch(ticket.entry)
 
     def device_bytes(self, device: torch.device | None = None) -> int:
         """Bytes of saved tensors on ``device``, or on all devices: those that ``in_flight`` limits."""
-        return sum(courier.device_bytes for courier in self._of(device))
+        return sum(offload.device_bytes for offload in self._of(device))
 
     def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        """Hold at most ``nbytes`` on ``device``, or on each device, from now on."""
-        for courier in self._of(device):
-            courier.set_device_limit(nbytes)
+        for offload in self._of(device):
+            offload.set_device_limit(nbytes)
 
-    def _of(self, device: torch.device | None) -> list[Courier]:
+    def _of(self, device: torch.device | None) -> list[Offload]:
         if device is None:
-            return list(self.couriers.values())
-        courier = self.couriers.get(device)
-        return [] if courier is None else [courier]
+            return list(self.offloads.values())
+        offload = self.offloads.get(device)
+        return [] if offload is None else [offload]
 
     def drop(self, ticket: _Held | _Sent) -> None:
         """Give the bytes back to the limit. The memory is freed when no copy needs it."""
@@ -164,44 +137,44 @@ class OpenOnCpu(Store):
 
     def wait(self) -> None:
         """Wait until all tensors that are to be copied to the CPU have arrived."""
-        for courier in list(self.couriers.values()):
-            courier.wait()
+        for offload in list(self.offloads.values()):
+            offload.wait()
 
     def release_idle(self) -> None:
         """Free the host memory that no tensor uses."""
-        for courier in list(self.couriers.values()):
-            courier.release_idle()
+        for offload in list(self.offloads.values()):
+            offload.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
         """One entry: the bytes held, and the bytes copied from and to all devices."""
-        return (_report(self.budget, list(self.couriers.values())),)
+        return (_report(self.budget, list(self.offloads.values())),)
 
-    def courier(self, device: torch.device) -> Courier:
-        """The courier that copies tensors of ``device``, an accelerator, for this store."""
-        found = self.couriers.get(device)
+    def offload(self, device: torch.device) -> Offload:
+        """What copies tensors of ``device``, an accelerator, for this store."""
+        found = self.offloads.get(device)
         if found is None:
-            made = Courier(device, self._in_flight, self._pin)
-            found = self.couriers.setdefault(device, made)  # another thread may have added one meanwhile
+            made = Offload(device, self._in_flight, self._pin, self.budget)
+            found = self.offloads.setdefault(device, made)  # another thread may have added one meanwhile
         return found
 
 
-def _report(budget: ByteBudget, couriers: Sequence[Courier]) -> StoreReport:
-    flying = sum(courier.in_flight for courier in couriers)  # first, because it brings the other counts up to date
+def _report(budget: ByteBudget, offloads: Sequence[Offload]) -> StoreReport:
+    flying = sum(offload.in_flight for offload in offloads)  # first, because it brings the other counts up to date
     return StoreReport(
         "OnCpu()",
         held=budget.held,
         limit=budget.limit,
         in_flight=flying,
-        written=sum(courier.written for courier in couriers),
-        never_written=sum(courier.never_written for courier in couriers),
-        from_memory=sum(courier.from_memory for courier in couriers),
-        ahead=sum(courier.ahead for courier in couriers),
-        in_vain=sum(courier.in_vain for courier in couriers),
-        read=sum(courier.read for courier in couriers),
-        write_seconds=sum(courier.out.seconds for courier in couriers),
-        read_seconds=sum(courier.back.seconds for courier in couriers),
-        measured_write=max((courier.out.best or 0.0 for courier in couriers), default=0.0) or None,
-        measured_read=max((courier.back.best or 0.0 for courier in couriers), default=0.0) or None,
+        written=sum(offload.written for offload in offloads),
+        never_written=sum(offload.never_written for offload in offloads),
+        from_memory=sum(offload.from_memory for offload in offloads),
+        ahead=sum(offload.ahead for offload in offloads),
+        in_vain=sum(offload.in_vain for offload in offloads),
+        read=sum(offload.read for offload in offloads),
+        write_seconds=sum(offload.out.seconds for offload in offloads),
+        read_seconds=sum(offload.back.seconds for offload in offloads),
+        measured_write=max((offload.out.best or 0.0 for offload in offloads), default=0.0) or None,
+        measured_read=max((offload.back.best or 0.0 for offload in offloads), default=0.0) or None,
     )
 
 
@@ -220,7 +193,6 @@ class OpenKeeping(OpenTiered):
 
     @property
     def budget(self) -> ByteBudget:
-        """The bytes in the host."""
         return self._host.budget
 
     def report(self) -> tuple[StoreReport, ...]:

@@ -1,4 +1,4 @@
-"""Keep saved tensors on disk: a process has anonymous files in each directory, and threads that move tensors."""
+"""Keep saved tensors on disk: a process has an anonymous file in each directory, and a thread that moves tensors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport, StoreSpec, opening
-from disthooks.saved.stores.offload import Offload
-from disthooks.saved.stores.pools import PAGE
+from disthooks.saved.stores.file_worker import FileWorker
+from disthooks.saved.stores.host import PAGE
 from disthooks.saved.stores.scratch_file import file_in
 from disthooks.saved.stores.tape import Entry
 
 _Directory = str | os.PathLike[str]
 
-_runtimes: weakref.WeakValueDictionary[Any, Offload] = weakref.WeakValueDictionary()
+_runtimes: weakref.WeakValueDictionary[Any, FileWorker] = weakref.WeakValueDictionary()
 
 
-def _runtime(store: OnDisk) -> Offload:
+def _runtime(store: OnDisk) -> FileWorker:
     """The runtime of this process for the directories and options of ``store``; a forked process gets its own."""
     directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
     # The blocks of a file can be bounded only if all stores that use it have a limit, so these have files of their own.
@@ -38,7 +38,7 @@ def _runtime(store: OnDisk) -> Offload:
         found = _runtimes.get(key)
         if found is None:
             files = [file_in(directory, store.direct, is_limited) for directory in directories]
-            found = _runtimes[key] = Offload(files, parse_bytes(store.in_flight, "in_flight"), store.checksum)
+            found = _runtimes[key] = FileWorker(files, parse_bytes(store.in_flight, "in_flight"), store.checksum)
         return found
 
 
@@ -51,28 +51,24 @@ class Ticket:
 
     __slots__ = ("budget", "entry", "runtime")
 
-    def __init__(self, entry: Entry, budget: ByteBudget, runtime: Offload) -> None:
+    def __init__(self, entry: Entry, budget: ByteBudget, runtime: FileWorker) -> None:
         self.entry, self.budget, self.runtime = entry, budget, runtime
 
     def drop(self) -> None:
-        """Release the entry, unless that was done already. This takes no lock; see [Note: destructors].
-
-        If Ctrl-C ends this in the middle, the destructor does the rest.
-        """
+        """Release the entry, unless that was done already. This takes no lock; see [Note: destructors]."""
         entry = self.entry
+        if entry.dropped:
+            return
         owed, entry.owed = entry.owed, 0
         if owed:
             self.budget.release(owed)
-        group = entry.group
-        if not entry.dropped:
-            entry.dropped = True  # no interrupt comes before the next call
-            if group is not None:
-                self.runtime.drop(entry)
-        outgoing, entry.outgoing = entry.outgoing, None
-        entry.tensor = None
+        group, outgoing = entry.group, entry.outgoing
+        entry.outgoing = entry.tensor = None
         if outgoing is not None and outgoing.is_done():
             outgoing.source = None  # otherwise the link releases it when it is next used
+        entry.dropped = True
         if group is not None:
+            self.runtime.drop(entry)
             group.ahead.pop(entry, None)
 
     @uncompiled()
@@ -84,13 +80,13 @@ class OpenOnDisk(Store):
     """An :class:`OnDisk` at work: the runtime of its directories, and the bytes under its limit.
 
     Args:
-        offload: moves the tensors; specs of the same directories and options share it.
+        worker: moves the tensors; specs of the same directories and options share it.
         budget: the bytes of all tensors.
         directories: for errors and reports.
     """
 
-    def __init__(self, offload: Offload, budget: ByteBudget, directories: tuple[str, ...]) -> None:
-        self.offload, self.budget, self.files = offload, budget, offload.files
+    def __init__(self, worker: FileWorker, budget: ByteBudget, directories: tuple[str, ...]) -> None:
+        self.worker, self.budget, self.files = worker, budget, worker.files
         self._path = directories[0] if len(directories) == 1 else str(directories)
         self._name = f"OnDisk({directories[0] if len(directories) == 1 else directories!r})"
         for file in self.files:
@@ -102,7 +98,7 @@ class OpenOnDisk(Store):
         if not tensor.is_cpu:
             return super().own(tensor)
         try:
-            return self.offload.own(tensor)
+            return self.worker.own(tensor)
         except OSError as error:
             raise self._no_memory(tensor.nbytes) from error
 
@@ -121,10 +117,10 @@ class OpenOnDisk(Store):
     def _put(self, content: torch.Tensor, device: torch.device, at: torch.Stream | None) -> Ticket:
         plain = content.contiguous()
         entry = Entry(plain, device, at, is_copy=plain is not content)
-        ticket = Ticket(entry, self.budget, self.offload)
+        ticket = Ticket(entry, self.budget, self.worker)
         try:
             self.budget.reserve(entry.nbytes, entry)
-            self.offload.put(entry)
+            self.worker.put(entry)
         except BaseException as error:
             ticket.drop()  # now, because the traceback holds this frame
             if isinstance(error, OSError):
@@ -141,7 +137,6 @@ class OpenOnDisk(Store):
         return ticket.runtime.get(ticket.entry)
 
     def peek(self, ticket: Ticket) -> torch.Tensor | None:
-        """The tensor while it is not written; None after that."""
         return ticket.runtime.peek(ticket.entry)
 
     def pop_transfer_seconds(self, ticket: Ticket) -> float:
@@ -155,11 +150,10 @@ class OpenOnDisk(Store):
 
     def device_bytes(self, device: torch.device | None = None) -> int:
         """Bytes on ``device``, or on all devices: of tensors that are copied from there, or that were read early."""
-        return self.offload.staging.device_bytes(device)
+        return self.worker.staging.device_bytes(device)
 
     def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        """Hold at most ``nbytes`` on ``device``, or on each device, from now on."""
-        self.offload.staging.set_device_limit(nbytes, device)
+        self.worker.staging.set_device_limit(nbytes, device)
 
     def drop(self, ticket: Ticket) -> None:
         """Let other tensors use its place in the file."""
@@ -167,19 +161,19 @@ class OpenOnDisk(Store):
 
     def wait(self) -> None:
         """Wait until all tensors are written; StoreError if one could not be."""
-        self.offload.wait()
+        self.worker.wait()
 
     def report(self) -> tuple[StoreReport, ...]:
         """One entry: the bytes and the speed of all tensors that go to these files in this process."""
-        stats, measured = self.offload.stats, [each for file in self.files if (each := file.measured) is not None]
+        stats, measured = self.worker.stats, [each for file in self.files if (each := file.measured) is not None]
         return (
             StoreReport(
                 self._name,
                 held=self.budget.held,
                 limit=self.budget.limit,
-                in_flight=self.offload.in_flight,
+                in_flight=self.worker.in_flight,
                 written=stats.written,
-                never_written=self.offload.never_written,
+                never_written=self.worker.never_written,
                 from_memory=stats.from_memory,
                 ahead=stats.ahead,
                 in_vain=stats.in_vain,
@@ -194,7 +188,7 @@ class OpenOnDisk(Store):
 
     def release_idle(self) -> None:
         """End idle threads, and free idle memory and unused space in the file."""
-        self.offload.release_idle()
+        self.worker.release_idle()
 
 
 @register("store")
@@ -202,7 +196,7 @@ class OpenOnDisk(Store):
 class OnDisk(StoreSpec["OpenOnDisk"]):
     """Keep saved tensors in one anonymous file of this process in ``directory``.
 
-    Threads write the tensors during forward. They read them back before backward needs them, in the order in which
+    A thread writes the tensors during forward. It reads them back before backward needs them, in the order in which
     the last backward read them. A tensor that is read or dropped before it was written is never written. The copy
     that was made of a tensor when it was saved is held in memory until it is written.
 

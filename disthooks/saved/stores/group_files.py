@@ -7,25 +7,16 @@ import itertools
 import time
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import IOStats
 from disthooks.saved.stores.extents import Extent
-from disthooks.saved.stores.pools import AlignedPool, tensor_over
-from disthooks.saved.stores.scratch_file import ScratchFile, Waste
-from disthooks.saved.stores.staging import Staging, pinned
+from disthooks.saved.stores.host import AlignedPool, pool_of, tensor_over
+from disthooks.saved.stores.scratch_file import ScratchFile
+from disthooks.saved.stores.staging import Staging
 from disthooks.saved.stores.tape import Entry, Group, padded
 
 _MEASURE_FROM = 256 << 20  # bytes: a disk is measured when so many were written to it
-
-
-class Written(NamedTuple):
-    """Where the members of a group are: ``base`` is the offset of the first one in the memory of the group."""
-
-    file: ScratchFile
-    extent: Extent
-    base: int
 
 
 class GroupFiles:
@@ -47,8 +38,8 @@ class GroupFiles:
         self._checksum, self._turns = checksum, itertools.cycle(files)
         self._measured: set[ScratchFile] = set()  # files that were measured, or whose measurement failed
 
-    def write(self, group: Group) -> Written:
-        """Write the members of ``group`` in one call.
+    def write(self, group: Group) -> tuple[ScratchFile, Extent, int]:
+        """Write the members of ``group`` in one call. Returns its ``file``, ``extent`` and ``base``.
 
         Raises:
             StoreError: if the system does not write them. Then nothing of them is in the file.
@@ -72,7 +63,7 @@ class GroupFiles:
             raise
         self._count(members, time.perf_counter() - begin)
         self.stats.written += sum(entry.nbytes for entry in members)
-        return Written(file, extent, base)
+        return file, extent, base
 
     def read(self, group: Group) -> None:
         """Read the members of ``group`` that are wanted and not in memory, into one block. The caller holds its lock.
@@ -88,7 +79,7 @@ class GroupFiles:
         first = wanted[0].offset
         nbytes = wanted[-1].offset + wanted[-1].nbytes - first
         try:
-            lease = self.buffers.lease(nbytes) if group.device is None else pinned(nbytes, group.device)
+            lease = self.buffers.lease(nbytes) if group.device is None else pool_of(group.device, True).lease(nbytes)
         except OSError as error:
             raise file.error("there is no memory to read a saved tensor into", error, nbytes) from error
         memory = memoryview(lease).cast("B")
@@ -117,17 +108,6 @@ class GroupFiles:
             if self.stats.written > _MEASURE_FROM and file not in self._measured and file.may_be_measured:
                 self._measured.add(file)
                 file.measure(self.buffers)
-
-    @staticmethod
-    def release(written: Written) -> None:
-        """Let other groups use the place of a group that all have dropped."""
-        written.file.release(written.extent)
-
-    @staticmethod
-    def release_entry(group: Group, entry: Entry) -> None:
-        """Let the pages of ``entry`` be a hole. The rest of ``group`` is still in use."""
-        if group.extent is not None:
-            group.file.release(Waste(group.extent, entry.offset - group.base, padded(entry.nbytes)))
 
     @staticmethod
     def _count(entries: Sequence[Entry], seconds: float) -> None:

@@ -1,616 +1,567 @@
-"""The runtime behind ``OnDisk``: one owner thread moves the groups of all tapes to scratch files and back."""
-
-# [Note: the owner]
-# One thread, the owner, decides what is written and what is read ahead, and frees what is dropped. Any thread, and any
-# destructor, appends a message to one deque, where the messages keep their order; nobody wakes the owner for a
-# destructor. So no lock guards this state, and Ctrl-C, which reaches only the main thread, cannot stop the owner in the
-# middle of a change. Threads of the crew make the system calls. A computing thread reads by itself what backward wants
-# and nobody reads yet. The lock of a group lets one thread at a time read it.
-#
-# The owner and the crew end after a second without work. Any thread may be killed, or fail to start: a thread that
-# waits looks every tenth of a second whether the owner is alive. A new owner goes on with the same messages; each of
-# them does nothing when it is handled a second time. If a message fails two times, its group stays in memory, and the
-# next ``put`` or ``get`` raises the error. In a forked child there is no owner: ``open()`` of the store
-# makes a new runtime there, and entries of the parent's runtime can be read if they are in memory.
+"""Copies of the tensors of one device to host memory and back: what is sent, what stays, and what comes back early."""
 
 from __future__ import annotations
 
-import atexit
 import collections
-import contextlib
-import functools
-import os
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 
-from disthooks._fork_safe import Order, shared_lock, tensor_lock
-from disthooks._streams import work_for
+from disthooks._locks import Shared
+from disthooks._streams import current_stream, event_on, handed_over, on, used_on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.crew import Crew, no_thread
-from disthooks.saved.stores.device_copy import Outgoing
-from disthooks.saved.stores.group_files import GroupFiles, Written
-from disthooks.saved.stores.order import AccessOrder, PerThread
-from disthooks.saved.stores.pools import PAGE, pool_of
-from disthooks.saved.stores.read_ahead import ReadAhead
-from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
-from disthooks.saved.stores.staging import Incoming, pinned
-from disthooks.saved.stores.tape import FAILED, GONE, JOINED, OPEN, QUEUED, WRITING, WRITTEN, Entry, Group, Tape, cloned
+from disthooks.saved.stores.base import ByteBudget
+from disthooks.saved.stores.copies import Coming, Outgoing, Throughput, link_of
+from disthooks.saved.stores.host import pool_of
+from disthooks.saved.stores.order import PerThread, TimedOrder
 
-_LOOK = 0.1  # seconds after which a waiter checks whether the threads are alive
-_IDLE = 1.0  # seconds after which threads without work end
-_MANY = 64  # messages: with more of them the owner is woken, so that they do not gather
-_MUCH = 0.1  # if more than this part of a backward waits for reads, the memory for reads is kept (decision 44)
-_STAGING = 2 * CHUNK  # bytes of idle memory that are kept for copies, besides the bytes in flight
+SMALL = 64 << 10  # bytes: smaller tensors share one copy, because each copy has a fixed cost (decision 41)
+JOINED = 1 << 20  # bytes: when the small tensors of a stream have so many, they are copied
+_LOOK = 64  # tensors to look ahead: backward departs from the expected order by a few, so more would only cost time
+_MARGIN = 1.5  # a copy is expected to take up to so many times as long as the last copies took
 
 
-class Offload:
-    """Writes the groups of tapes to files, and reads them back before backward needs them. See [Note: the owner].
-
-    Args:
-        files: the files, which are written in turn.
-        limit: most bytes that wait to be written, and most bytes that are read before backward needs them. One tensor
-            may be larger.
-        checksum: whether to keep a CRC-32 of each tensor and to compare it when the tensor is read.
+class Offloaded:
+    """One tensor of a device in :class:`OnCpu`: still on the device, or in a transfer.
 
     Attributes:
-        io: moves the bytes.
-        stats: bytes that were moved.
-        tapes: those of all threads.
+        tensor: the tensor, until it is sent; None after that.
+        own: whether ``tensor`` is a copy that only the store has.
+        counted: bytes that count as held on the device; 0 once the tensor is in a transfer, which counts instead.
+        owed: bytes of host memory that a budget counts.
+        transfer: the transfer that the tensor was sent in.
+        offset: the byte of the transfer at which the tensor begins.
+        stream: the stream that filled the tensor.
     """
 
-    def __init__(self, files: Sequence[ScratchFile], limit: int, checksum: bool) -> None:
-        self.limit, self.process = limit, os.getpid()
-        self.io = GroupFiles(files, checksum)
-        self.files, self.buffers, self.stats, self.staging = files, self.io.buffers, self.io.stats, self.io.staging
-        joined = max(PAGE, min(JOINED, limit // 8) // PAGE * PAGE)
-        # Nothing here refers to this runtime strongly, so that the files are closed with the last ticket.
-        self.tapes: list[Tape] = []
-        self._own_tapes: dict[torch.device | None, PerThread[Tape]] = {}
-        self._make_tape = functools.partial(_new_tape, weakref.ref(self), joined)
-        # What other threads tell the owner: a method and its arguments, or an entry that was dropped. Their order
-        # matters: a tape is over when all of it is dropped, and the owner learns from what was read before that.
-        self._inbox: collections.deque[tuple[Any, ...] | Entry] = collections.deque()
-        self.drop: Callable[[Entry], None] = self._inbox.append  # for destructors
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._answers: collections.deque[queue.SimpleQueue[None]] = collections.deque()  # of threads that wait
-        self._planned_for: collections.deque[queue.SimpleQueue[None]] = collections.deque()  # that wait for a plan
-        # Under the lock.
-        self._lock = shared_lock(Order.IN_FLIGHT)
-        self._owner: threading.Thread | None = None
-        self._at_work = tensor_lock(Order.OWNER, again=False)  # the owner holds it as long as it works
-        self._flights: dict[Group, int] = {}  # bytes of the groups that are not written yet
-        # An error that was not raised yet (decision 36), and the group that could not be written; None if the owner
-        # itself failed.
-        self._failed: tuple[Group | None, BaseException] | None = None
-        self._said = 0  # how many failed writes were raised; those that were in flight then fail for the same reason
-        self._closed = False
-        # The owner's.
-        self._writes: collections.deque[Group] = collections.deque()
-        self._ahead = ReadAhead(limit, self.stats)
-        self._empty: dict[Group, None] = {}  # all entries are dropped while a thread reads
-        self._asked: dict[int, tuple[Group, float]] = {}  # by tape: the group that backward read last, and when
-        self._crew = Crew(self._bell)
-        self._is_ending = False
-        _runtimes.add(self)
+    __slots__ = (
+        "counted",
+        "device",
+        "dropped",
+        "dtype",
+        "nbytes",
+        "offset",
+        "order",
+        "owed",
+        "own",
+        "position",
+        "shape",
+        "stream",
+        "tensor",
+        "transfer",
+    )
+
+    def __init__(self, tensor: torch.Tensor, order: TimedOrder) -> None:
+        self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
+        self.order, self.stream = order, current_stream(tensor.device)
+        # A copy is contiguous, and a small part of a large storage does not keep that storage alive.
+        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self.own = not is_plain or tensor.untyped_storage().nbytes() > 2 * self.nbytes
+        self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
+        self.position, self.dropped = 0, False
+        self.counted = self.owed = self.offset = 0
+        self.transfer: Transfer | None = None
+
+    def itself(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which was put, for the current stream.
+
+        If it is the store's own copy, this returns a clone of it: the store may be asked for it again.
+        """
+        tensor = handed_over(tensor, self.stream)
+        return tensor.clone() if self.own else tensor
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    used_on(tensor, current_stream(tensor.device))
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class Transfer:
+    """The unit of copies: a tensor, or many small ones joined in one 1-D uint8 tensor. It goes and comes back whole.
+
+    Attributes:
+        members: the tensors in it that are not dropped.
+        joined: whether it was made of several tensors.
+        coming: the copy back that began before backward asked for it.
+        came: the event at the end of the last copy back.
+        whole: the joined tensor that came back, until each of its members was read.
+        owed: bytes of dropped members that a budget counts, because their host memory is still in use.
+    """
+
+    __slots__ = ("_stream", "_unread", "came", "coming", "joined", "members", "nbytes", "outgoing", "owed", "whole")
+
+    def __init__(self, members: Sequence[Offloaded], outgoing: Outgoing) -> None:
+        self.members, self.outgoing, self.joined = set(members), outgoing, len(members) > 1
+        self.nbytes = outgoing.host.nbytes
+        self.coming: Coming | None = None
+        self.came: torch.Event | None = None
+        self.whole: torch.Tensor | None = None
+        self.owed = 0
+        self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
+        self._unread: set[Offloaded] = set()
+
+    @property
+    def is_there(self) -> bool:
+        return self.outgoing.source is not None or self.whole is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy reads or writes its host memory any more."""
+        # `is_done` is False while a graph is captured, so that `query` is not called then.
+        return self.outgoing.is_done() and (self.came is None or self.came.query())
+
+    def wait(self) -> None:
+        """Make the host wait until no copy uses its host memory."""
+        self.outgoing.wait()
+        if self.came is not None:
+            self.came.synchronize()
+
+    def from_source(self, entry: Offloaded, source: torch.Tensor) -> torch.Tensor:
+        """The tensor of ``entry``, from the ``source`` of the copy to the host, which is still on the device."""
+        return self._part(entry, handed_over(source, self._stream)) if self.joined else entry.itself(source)
+
+    def from_back(self, entry: Offloaded, back: torch.Tensor | None) -> torch.Tensor:
+        """The tensor of ``entry`` for the current stream, from ``back``, which just came back.
+
+        If ``back`` is None, the transfer came back before, and the tensor is a part of ``whole``.
+        """
+        if not self.joined and back is not None:
+            return back
+        if back is not None:
+            self.whole, self._stream, self._unread = back, current_stream(back.device), set(self.members)
+        assert self.whole is not None
+        part = self._part(entry, handed_over(self.whole, self._stream))
+        self.done_with(entry)
+        return part
+
+    def done_with(self, entry: Offloaded) -> None:
+        """Note that ``entry`` was read or dropped; free ``whole`` after the last one."""
+        self._unread.discard(entry)
+        if not self._unread:
+            self.whole = None
+
+    def in_host(self, entry: Offloaded) -> torch.Tensor:
+        """The tensor of ``entry`` in host memory. The host waits until it is there."""
+        host = self.outgoing.wait()
+        return self._part(entry, host) if self.joined else host
+
+    @staticmethod
+    def _part(entry: Offloaded, whole: torch.Tensor) -> torch.Tensor:
+        # A clone, because the caller may write to it, and because its memory can be freed without the others.
+        return whole[entry.offset : entry.offset + entry.nbytes].clone().view(entry.dtype).view(entry.shape)
+
+
+class Offload(Shared[Offloaded]):
+    """Copies tensors of ``device`` to host memory and back, beside the computation.
+
+    It holds at most ``most`` bytes on the device, or one transfer if the newest is larger. Four kinds of tensors are
+    held there: tensors that are being copied, tensors that are not sent because backward reads them soon, tensors that
+    were brought back before backward reads them, and small tensors that came back because they share a copy.
+
+    Args:
+        device: an accelerator, with its index.
+        most: bytes.
+        pin: whether host memory is page-locked.
+        budget: counts the bytes in host memory.
+
+    Attributes:
+        out, back: the bytes copied to the host and back, and the time of these copies by the device's clock.
+        from_memory, ahead, in_vain, never_written: bytes, as in :class:`StoreReport`.
+    """
+
+    def __init__(self, device: torch.device, most: int, pin: bool, budget: ByteBudget) -> None:
+        super().__init__()
+        self.device, self.most, self.budget = device, most, budget
+        self._is_governed = False  # whether a ``Tiered`` sets ``most`` and says what comes back early
+        self._link, self.pool = link_of(device), pool_of(device, pin)
+        self.out, self.back = Throughput(), Throughput()
+        self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
+        self._own = PerThread(TimedOrder)  # one order for each thread that puts
+        self._staying: dict[Offloaded, None] = {}  # the oldest first
+        self._open: dict[int, list[Offloaded]] = {}  # small tensors that will be joined, by the stream that made them
+        self._open_bytes: collections.Counter[int] = collections.Counter()  # of these, by stream
+        self._flying: collections.deque[Transfer] = collections.deque()  # the oldest first
+        self._bytes = 0  # bytes of the tensors in these three
+        self._coming: dict[Transfer, None] = {}  # brought back before backward reads them, the oldest first
+        self._cached: dict[Transfer, None] = {}  # joined, and back until all their tensors are read; the oldest first
+        self._back_bytes = 0  # bytes of the transfers in these two
+        self._alive: set[Offloaded] = set()  # put and not dropped
+        self._owing: collections.deque[Transfer] = collections.deque()  # dropped, while copies use their host memory
 
     # -- for the threads of the computation
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of ``tensor`` in the CPU memory from which it will be written; OSError if there is none."""
-        return self._tape(None).own(tensor)
+    def entry(self, tensor: torch.Tensor) -> Offloaded:
+        """An entry for ``tensor``, to be given to :meth:`put`."""
+        return Offloaded(tensor.detach(), self._own())
 
-    def put(self, entry: Entry) -> None:
-        """Add ``entry`` to the tape of this thread and of its device. Waits at the limit in flight.
+    def put(self, entry: Offloaded, may_stay: bool = True) -> None:
+        """Send the tensor of ``entry`` to the host, join it with others, or keep it if backward reads it soon.
 
-        Its tensor is contiguous, in CPU memory or on its device.
-
-        Raises:
-            StoreError: if an earlier tensor could not be written: it stays in memory, and the error is raised once.
-            OSError: if the system has no more memory.
-        """
-        if self._failed is not None:
-            self._raise_failure()
-        if entry.nbytes:
-            self._add(entry)
-
-    def _add(self, entry: Entry) -> None:
-        self.buffers.keep = _STAGING + self.limit
-        if entry.at is not None:
-            self.staging.make_room(entry.nbytes, self.limit)
-        group = self._tape(None if entry.at is None else entry.at.device).add(entry)
-        if group not in self._flights:
-            try:
-                self._reserve(group)
-                if group.is_sealed:
-                    self.hand_over(group)
-            except BaseException:
-                self._flights.pop(group, None)
-                raise
-
-    def _tape(self, device: torch.device | None) -> Tape:
-        """The tape of this thread for ``device``."""
-        own = self._own_tapes.get(device)
-        if own is None:
-            made = PerThread(functools.partial(self._make_tape, device))
-            own = self._own_tapes.setdefault(device, made)  # another thread may have added one meanwhile
-        return own()
-
-    def hand_over(self, group: Group) -> None:
-        """Give the owner a group that is full; StoreError if it cannot be started."""
-        self._tell(Offload._queue, group)
-
-    def get(self, entry: Entry) -> torch.Tensor:
-        """The tensor of ``entry`` on its device: the one that was put if it is still there, or a copy.
+        With ``may_stay=False`` it is not kept. A copy begins when the work that is queued on the current stream now is
+        done.
 
         Raises:
-            StoreError: if the tensor cannot be read, or has another checksum than when it was written. Also, once, if
-                any tensor could not be written: that tensor stays in memory.
+            OSError: if there is no host memory for the tensor, or for another one that has to make room for it.
         """
-        if self._failed is not None and not entry.dropped:
-            self._raise_failure()
-        held, group = self.peek(entry), entry.group
-        if held is not None:
-            self.stats.from_memory += entry.nbytes
-            if group is not None:
-                self._note_read(group)
-            return held
-        if group is None or entry.dropped:
-            raise StoreError("a stored tensor was read after it was dropped")
-        is_coming = group.is_reading or entry in group.ahead
-        self.stats.ahead += entry.nbytes if is_coming else 0
-        self._note_read(group)
-        order = group.tape.order
-        # A read into memory that was used before is faster. Such memory is kept only if backward waits for reads.
-        self.buffers.trim(2 * self.limit if order.waiting > _MUCH else 0)
-        tensor = group.ahead.pop(entry, None)  # one reader alone gets it
-        if tensor is None:
-            begin = time.perf_counter()
-            group.file.check_process()
-            if not is_coming:
-                self._wait_for_plan()
-            while tensor is None:
-                tensor = self._bring(entry, group)
-            self._inbox.append((Offload._has_waited, order, time.perf_counter() - begin))
-        return self._on_device(entry, tensor, None)
+        with self._lock:
+            self._apply_releases()
+            entry.order.put(entry)
+            self._alive.add(entry)
+            if not entry.nbytes:
+                return
+            entry.counted = entry.nbytes
+            self._bytes += entry.nbytes
+            if may_stay and entry.order.is_back_soon(entry, self.most):
+                self._staying[entry] = None
+            elif entry.nbytes > SMALL:
+                self._send([entry])
+            else:  # small tensors of one stream share a copy
+                stream = entry.stream.stream_id
+                self._open.setdefault(stream, []).append(entry)
+                self._open_bytes[stream] += entry.nbytes
+                if self._open_bytes[stream] >= min(JOINED, self.most // 8):
+                    self._flush([stream])
+            while self._on_device > self.most and self._relieve(entry):
+                pass
 
-    def peek(self, entry: Entry) -> torch.Tensor | None:
-        """The tensor of ``entry`` on its device while it is in memory; None after that."""
-        outgoing, tensor = entry.outgoing, entry.tensor  # in this order: the copy is forgotten when it is done
-        if tensor is None:
-            return None
-        found = self._on_device(entry, tensor, outgoing)
-        return cloned(found) if entry.is_copy else found
+    def get(self, entry: Offloaded) -> torch.Tensor:
+        """The tensor of ``entry``, for the current stream: the one that was put if it is on the device, or a copy."""
+        with self._lock:
+            self._apply_releases()
+            if entry.dropped:
+                raise StoreError("a stored tensor was read after it was dropped")
+            # In some steps the read is timed, by an event before it and one after it.
+            timed = entry.order.is_timed(entry)
+            came = event_on(current_stream(self.device), timed=True) if timed else None
+            entry.order.read(entry)
+            found = self._found(entry)
+            if came is not None:
+                entry.order.mark(entry, came, event_on(current_stream(self.device), timed=True))
+            if not self._is_governed:
+                self._look_ahead(entry)
+            return found
 
-    def _on_device(self, entry: Entry, found: torch.Tensor | Incoming, outgoing: Outgoing | None) -> torch.Tensor:
-        if entry.at is None:
-            return cast(torch.Tensor, found).to(entry.device)
-        return self.staging.take(found, outgoing, entry.at)
+    def prefetch(self, entry: Offloaded) -> None:
+        """Begin to bring the tensor of ``entry`` back, because backward reads it soon; only if there is room."""
+        with self._lock:
+            self._apply_releases()
+            transfer = entry.transfer
+            if transfer is None or entry.dropped or transfer.is_there or transfer.coming:
+                return
+            if self._has_room(transfer) or not self._on_device:
+                self._bring([transfer], {transfer})
 
-    def _bring(self, entry: Entry, group: Group) -> torch.Tensor | Incoming | None:
-        """Read ``group`` in this thread, unless another thread has just read it. None if another reader was faster."""
+    def drop(self, entry: Offloaded) -> None:
+        """Release the tensor of ``entry``; destructors call this. See [Note: destructors].
+
+        Memory that no copy uses is freed at once. The rest is freed when the link is next used.
+        """
         if entry.dropped:
-            raise StoreError("a stored tensor was read after it was dropped")
-        with group.lock:
-            if entry not in group.ahead:
-                self._read(group)
-                self._inbox.append((Offload._is_ahead, group))
-            return group.ahead.pop(entry, None)
-
-    def prefetch(self, entry: Entry) -> None:
-        """Begin to read ``entry``, because backward reads it soon."""
-        if entry.tensor is None and not entry.is_ahead and not entry.dropped:
-            with contextlib.suppress(StoreError):  # if no thread can be started, `get` reads it
-                self._tell(Offload._plan_read, entry.group)
+            return
+        transfer = entry.transfer
+        entry.tensor = None
+        is_idle = transfer is None
+        if transfer is not None and not transfer.joined:
+            coming, is_idle = transfer.coming, transfer.is_idle
+            if coming is not None and coming.is_done():
+                coming.tensor = None
+            if transfer.outgoing.is_done():
+                transfer.outgoing.source = None
+        if is_idle:
+            owed, entry.owed = entry.owed, 0
+            self.budget.release(owed)
+        entry.dropped = True  # last: after Ctrl-C the destructor does all of this once more
+        self.release(entry)
 
     def wait(self) -> None:
-        """Wait until all tensors are written; StoreError if one could not be."""
-        while True:
+        """Make the host wait until all tensors that are to be sent have arrived."""
+        with self._lock:
+            self._apply_releases()
             self._flush()
-            self._raise_failure()
-            if not self._flights or not self._has_owner:
-                return
-            self._wait()
+        self._link.wait()
+        with self._lock:
+            self._apply_releases()
+
+    def in_host(self, entry: Offloaded) -> torch.Tensor:
+        """The tensor of ``entry`` in host memory. The host waits for the copy, which may begin only now."""
+        with self._lock:
+            self._apply_releases()
+            tensor = entry.tensor
+            if tensor is not None and not entry.nbytes:
+                return tensor.cpu()
+            if tensor is not None:
+                self._staying.pop(entry, None)
+                self._send([entry])
+            transfer = entry.transfer
+        if transfer is None:
+            raise StoreError("a stored tensor was read after it was dropped")
+        return transfer.in_host(entry)
 
     @property
     def in_flight(self) -> int:
-        """Bytes of tensors that were put and are not written yet."""
-        return sum(
-            entry.nbytes
-            for group in list(self._flights)
-            for entry in list(group.members if group.state == WRITING else group.entries)
-            if group.state == WRITING or not entry.dropped
-        )
-
-    @property
-    def never_written(self) -> int:
-        """Bytes of tensors that were dropped before they were written."""
-        waiting = [group for group in list(self._flights) if group.state in (OPEN, QUEUED)]
-        dropped = sum(entry.nbytes for group in waiting for entry in list(group.entries) if entry.dropped)
-        return self.stats.never_written + dropped
-
-    def release_idle(self) -> None:
-        """End idle threads, and free idle memory and unused space in the files."""
-        with contextlib.suppress(StoreError):
-            self._ring()  # the owner frees what was dropped
-        self._end_threads()
-        self.buffers.clear()
-        self.staging.poll()
-        for device in list(self._own_tapes):
-            if device is not None:
-                pool_of(device, True).clear()
-        for file in self.files:
-            file.shrink(keep_peak=False)
-
-    def close(self) -> None:
-        """End the threads when the process ends."""
-        self._closed = True
-        self._end_threads()
-
-    def _end_threads(self) -> None:
-        owner = self._owner
-        if owner is None:
-            return
-        threads = [owner, *self._crew.threads]
-        self._is_ending = True
-        self._bell.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(_IDLE)
-
-    def _raise_failure(self) -> None:
+        """Bytes on the device that are being copied to the host, or will be."""
         with self._lock:
-            failed, self._failed = self._failed, None
-            if failed is None or (failed[0] is not None and all(entry.dropped for entry in failed[0].entries)):
-                return
-            self._said += 1
-        try:
-            raise failed[1]
-        finally:
-            del failed  # the traceback of the error holds this frame, so the frame must not hold the error
-
-    def _reserve(self, group: Group) -> None:
-        """Count the bytes of ``group`` as in flight; wait while there would be too many."""
-        while True:
-            with self._lock:
-                flying = sum(self._flights.values())
-                if not flying or flying + group.size <= self.limit or not self._has_owner:
-                    self._flights[group] = group.size
-                    return
-            self._flush()
-            self._wait()
-            if self._failed is not None:
-                self._raise_failure()
-
-    def _flush(self) -> None:
-        for tape in list(self.tapes):
-            tape.flush()
-
-    def _note_read(self, group: Group) -> None:
-        tape = group.tape
-        if tape.last_read is group:
-            return
-        tape.last_read, group.is_read = group, True
-        self._inbox.append((Offload._was_asked, group, time.perf_counter()))
-        if group.state == WRITTEN or len(self._inbox) > _MANY:
-            with contextlib.suppress(StoreError):  # if no thread can be started, `get` reads the group
-                self._ring()
-
-    def _wait_for_plan(self) -> None:
-        """Let the owner begin the reads that follow before this thread reads by itself."""
-        answer: queue.SimpleQueue[None] = queue.SimpleQueue()
-        with contextlib.suppress(StoreError, queue.Empty):  # without the owner nothing is read ahead
-            self._planned_for.append(answer)
-            self._ring()
-            if self._owner is not None:
-                answer.get(timeout=_LOOK)
-
-    # -- between the threads
+            self._apply_releases()
+            return self._bytes - sum(entry.counted for entry in self._staying)
 
     @property
-    def _has_owner(self) -> bool:
-        """Whether there is an owner, or can be one: not when the process ends, and not in a forked child."""
-        return not self._closed and self.process == os.getpid()
+    def device_bytes(self) -> int:
+        with self._lock:
+            self._apply_releases()
+            return self._on_device
 
-    def _tell(self, *message: Any) -> None:
-        self._inbox.append(message)
-        self._ring()
+    def set_device_limit(self, nbytes: int) -> None:
+        """Hold at most ``nbytes`` on the device, in place of ``in_flight``.
 
-    def _ring(self) -> None:
-        """Wake the owner, or start it.
-
-        Raises:
-            StoreError: if the system starts no thread.
+        If copies are still under way, the computation on the device waits for them; the host does not.
         """
         with self._lock:
-            # After Ctrl-C, `is_alive` of a thread that lives may be False from then on (Python 3.11). Its lock tells. A
-            # second owner waits until the first one ends.
-            if self._owner is None or not (self._at_work.locked() or self._owner.is_alive()):
-                if not self._has_owner:
-                    return
-                self._owner = threading.Thread(target=self._run, name="disthooks owner", daemon=True)
-                try:
-                    self._owner.start()
-                except RuntimeError as error:
-                    self._owner = None
-                    raise no_thread(error) from error
-        self._bell.put(None)
+            self._apply_releases()
+            self.most, self._is_governed = nbytes, True
+            while self._on_device > self.most and self._relieve(None):
+                pass
 
-    def _wait(self) -> None:
-        """Wait until something is written, for a tenth of a second at most."""
-        answer: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._answers.append(answer)
-        self._ring()
-        with contextlib.suppress(queue.Empty):
-            answer.get(timeout=_LOOK)
-
-    # -- in the owner
-
-    def _run(self) -> None:
-        with self._at_work:
-            self._serve()
-
-    def _serve(self) -> None:
-        idle_since, is_new = time.monotonic(), True
-        while True:
-            try:
-                if is_new:
-                    self._recover()
-                is_new = False
-                self._settle()
-                is_busy = len(self._crew) > 0
-                if is_busy or self._inbox or self._ahead.planned:
-                    idle_since = time.monotonic()
-                is_over = self._is_ending or time.monotonic() - idle_since >= _IDLE
-                if not is_busy and is_over and self._has_ended():
-                    return
-                with contextlib.suppress(queue.Empty):
-                    self._bell.get(timeout=min(self._ahead.pause(), _LOOK if is_busy else _IDLE))
-                    while True:
-                        self._bell.get_nowait()
-            except Exception as error:
-                self._fail(None, error)
-                time.sleep(_LOOK)
-
-    def _has_ended(self) -> bool:
+    def wait_for_memory(self) -> bool:
+        """Make the host wait for the oldest copy of a dropped tensor. Returns False if there is none."""
         with self._lock:
-            if self._inbox or (self._writes and not self._closed):
-                self._is_ending = False
-                return False
-            self._crew.end()
-            self._is_ending = False
-            if self._owner is threading.current_thread():
-                self._owner = None
-            return True
-
-    def _settle(self) -> None:
-        """Handle all messages, free what was dropped, and plan the next reads."""
-        # First: a thread sends its message before it takes a tensor, so a group that is removed here is known as read
-        # before the next plan, and is not read again.
-        self._ahead.forget_taken()
-        while self._inbox:
-            self._handle(self._inbox[0])
-            self._inbox.popleft()  # last: if this thread is killed, the next owner handles the message once more
-        self._bury()
-        for group in list(self._empty):
-            if not group.is_reading:
-                self._free(group)
-        while self._asked:
-            group, now = self._asked.popitem()[1]
-            if not group.dropped:
-                self._ahead.plan_after(group, now)
-        self._dispatch()
-        while self._planned_for:
-            self._planned_for.popleft().put(None)
-
-    def _handle(self, message: tuple[Any, ...] | Entry) -> None:
-        for is_last in (False, True):
-            try:
-                if isinstance(message, Entry):
-                    self._was_dropped(message)
-                else:
-                    message[0](self, *message[1:])
-                return
-            except Exception as error:
-                if is_last:  # the memory that was missing may have been free the second time
-                    self._fail(message.group if isinstance(message, Entry) else message[1], error)
-
-    def _fail(self, group: object, error: Exception) -> None:
-        """Handle an ``error`` of this thread. If ``group`` is in flight, it stays in memory."""
-        failure = StoreError(f"the thread that moves saved tensors has failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+            was_owed = bool(self._releases or self._owing)  # applying releases gives bytes back, maybe enough of them
+            self._apply_releases()
+            transfer = self._owing[0] if self._owing else None
+        if transfer is None:
+            return was_owed
+        transfer.wait()
         with self._lock:
-            self._failed = self._failed or (None, failure)
-        if isinstance(group, Group) and group in self._flights:
-            group.state = FAILED
-            self._has_landed(group)
+            self._apply_releases()
+        return True
 
-    def _bury(self) -> None:
-        """Forget the threads of the crew that were killed."""
-        dead = self._crew.bury()
-        for job in dead:
-            if job is not None and job.state == WRITING:
-                self._was_written(job, None, StoreError("a thread that moved a saved tensor has died"))
-        if dead:  # maybe no thread is left for the groups that wait
-            self._ahead.planned.update({group: None for group in self._crew.take_back() if group.is_planned})
-            self._recover()
+    def release_idle(self) -> None:
+        """Free the memory of copies that are done, and idle host memory."""
+        with self._lock:
+            self._apply_releases()
+        self.pool.clear()
 
-    def _recover(self) -> None:
-        """Find the groups that were to be written when a thread was killed. A group may be written twice."""
-        for group in list(self._flights):
-            if group.state in (WRITTEN, FAILED, GONE):
-                self._has_landed(group)
-            if group.state == WRITING and not self._crew.has(group):
-                group.state = QUEUED
-            if group.state == QUEUED and group not in self._writes:
-                self._writes.append(group)
+    # -- to the host, under the lock
 
-    def _dispatch(self) -> None:
-        """Give the crew what is due: reads first."""
-        while (due := self._ahead.next()) is not None:
-            self._crew.give(due, self._move)
-            self._ahead.planned.pop(due, None)  # last, as in `_settle`
-        # A group that nobody writes yet may still be dropped, so that it is never written.
-        while self._writes and not self._closed and not self._crew.is_full:
-            group = self._writes[0]
-            if group.state == QUEUED and (members := group.stays()):
-                self.stats.never_written += sum(entry.nbytes for entry in group.entries) - group.nbytes
-                group.members = sorted(members, key=lambda entry: entry.offset)
-                group.state = WRITING
-                self._crew.give(group, self._move)
-            elif group.state == QUEUED:
-                self._forget(group)
-            self._writes.popleft()
+    def _flush(self, streams: Iterable[int] | None = None) -> None:
+        for number in list(self._open if streams is None else streams):
+            self._send(self._open[number])
+            del self._open[number], self._open_bytes[number]
 
-    def _queue(self, group: Group) -> None:
-        """A group is full. A thread or a new owner may say so twice."""
-        if group.state == OPEN:
-            group.said = self._said
-            if not group.stays():  # it is no part of the next tape, whose signature would change
-                self._forget(group)
-                return
-            group.tape.order.put(group)
-            self._writes.append(group)
-            group.state = QUEUED
-        elif group.state not in (QUEUED, WRITING):
-            self._has_landed(group)
-
-    def _forget(self, group: Group) -> None:
-        """All entries of ``group`` were dropped before it was written."""
-        self.stats.never_written += sum(entry.nbytes for entry in group.entries)
-        self._is_gone(group)
-        self._has_landed(group)
-
-    def _is_gone(self, group: Group) -> None:
-        group.state, group.dropped = GONE, True
-        self._ahead.groups.pop(group, None)
-        group.tape.order.drop(group)
-        group.entries, group.members = [], []  # an entry refers to its group, and the group to the file
-
-    def _has_landed(self, group: Group) -> None:
-        """``group`` is not in flight any more."""
-        group.lease = None
-        self._flights.pop(group, None)
-        while self._answers:
-            self._answers.popleft().put(None)
-
-    def _was_written(self, group: Group, written: Written | None, error: BaseException | None) -> None:
-        if group.state != WRITING:
-            if written is not None and written.extent is not group.extent:
-                self.io.release(written)  # it was written twice, after a thread was killed
+    def _send(self, entries: Sequence[Offloaded]) -> None:
+        """Send those of ``entries`` that were not dropped, in one copy, in the order of the stream that made them."""
+        found = [(entry, entry.tensor) for entry in entries if entry.transfer is None]
+        held = [(entry, tensor) for entry, tensor in found if tensor is not None]  # dropped entries have no tensor
+        if not held:
             return
-        members = group.members
-        if written is not None:
-            group.file, group.extent, group.base = written
-            group.state = WRITTEN
-            for entry in members:
-                entry.tensor = None
-        else:
-            group.state = FAILED
-            with self._lock:
-                if error is not None and group.said == self._said and self._failed is None:
-                    self._failed = group, error
-        self._has_landed(group)
+        members, tensors = [entry for entry, _ in held], [tensor for _, tensor in held]
+        with on(members[0].stream):  # this thread may work on another stream now
+            source = _joined(members, tensors) if len(held) > 1 else tensors[0]
+            outgoing = self._link.send(source, self.pool.tensor(source.shape, source.dtype), self.out)
+            transfer = Transfer(members, outgoing)
+        self._flying.append(transfer)
         for entry in members:
-            if entry.dropped:
-                self._was_dropped(entry)
+            entry.transfer, entry.counted, entry.tensor = transfer, 0, None
+        self.written += transfer.nbytes
 
-    def _was_dropped(self, entry: Entry) -> None:
-        group = entry.group
-        if group is None or group.state in (OPEN, WRITING) or entry not in group.live:
-            return  # the dropped entries of an open group, and of one that is being written, are looked for later
-        group.live.discard(entry)
-        group.nbytes -= entry.nbytes
-        if group.live:
-            self.io.release_entry(group, entry)
-        elif group.state == QUEUED:
-            self._forget(group)
-        else:
-            self._ahead.planned.pop(group, None)
-            group.is_planned = False
-            self._free(group)
+    def _relieve(self, newest: Offloaded | None) -> bool:
+        """Free device memory of one transfer or tensor, but not of ``newest``. The host does not wait.
 
-    def _free(self, group: Group) -> None:
-        """All entries of ``group`` are dropped. If a thread reads it, its place in the file is free after that."""
-        if group.is_reading:
-            self._empty[group] = None
+        Returns:
+            Whether there was one.
+        """
+        if self._cached:  # the host has it, too; a later read brings it again
+            self._forget(next(iter(self._cached)))
+            return True
+        # The oldest copy under way: the computation waits for it, and its memory is used again.
+        newly = None if newest is None else newest.transfer
+        transfer = next((transfer for transfer in self._flying if transfer is not newly), None)
+        if transfer is not None:
+            self._link.let_go(transfer.outgoing)
+            self._landed(transfer)
+            return True
+        oldest = next((entry for entry in self._staying if entry is not newest), None)
+        if oldest is not None:  # it was to stay, but this forward puts more than the last one did
+            self._send([oldest])
+            self._staying.pop(oldest, None)
+        return oldest is not None
+
+    def _landed(self, transfer: Transfer) -> None:
+        self._flying.remove(transfer)
+        self._bytes -= transfer.nbytes
+
+    def _apply_releases(self) -> None:
+        self._link.poll()
+        while self._flying and self._flying[0].outgoing.source is None:
+            self._landed(self._flying[0])
+        super()._apply_releases()
+        while self._owing and self._owing[0].is_idle:
+            transfer = self._owing.popleft()
+            self.budget.release(transfer.owed)
+        if not self._alive:  # Ctrl-C may have left other values
+            self._staying.clear()
+            self._open.clear()
+            self._open_bytes.clear()
+            self._bytes = sum(transfer.nbytes for transfer in self._flying)
+        if not (self._coming or self._cached):
+            self._back_bytes = 0
+
+    def _apply_release(self, release: Offloaded) -> None:
+        entry, transfer = release, release.transfer
+        entry.order.drop(entry)
+        self._alive.discard(entry)
+        self._staying.pop(entry, None)
+        self._bytes -= entry.counted
+        self.never_written += entry.counted
+        entry.counted = 0
+        if transfer is None:
             return
-        if group.extent is not None:
-            self.io.release(Written(group.file, group.extent, group.base))
-        self._empty.pop(group, None)
-        self._is_gone(group)
+        transfer.owed += entry.owed
+        entry.owed, entry.transfer = 0, None
+        transfer.members.discard(entry)
+        transfer.done_with(entry)
+        if transfer.whole is None:
+            self._forget(transfer)
+        if not transfer.members:
+            if transfer.owed:
+                self._owing.append(transfer)
+            self._give_up(transfer)
 
-    # -- reading ahead, in the owner
+    # -- to the device, under the lock
 
-    def _has_waited(self, order: AccessOrder, seconds: float) -> None:
-        order.waited(seconds)
+    def _found(self, entry: Offloaded) -> torch.Tensor:
+        """The tensor of ``entry`` for the current stream, from the nearest memory that has it."""
+        tensor, transfer = entry.tensor, entry.transfer
+        source = None if transfer is None else transfer.outgoing.source
+        if transfer is None or source is not None:
+            self.from_memory += entry.nbytes
+        if transfer is None:  # it was never sent
+            assert tensor is not None
+            return entry.itself(tensor)
+        if source is not None:  # it was sent, and is still on the device
+            return transfer.from_source(entry, source)
+        if transfer.whole is not None:  # it came back with another tensor of its transfer
+            return self._part_of(transfer, entry, None)
+        # It is in host memory: take the copy that began before, or begin one now.
+        coming = transfer.coming
+        if coming is None or coming.tensor is None:  # an interrupted read may have taken the tensor
+            coming = transfer.coming = self._bring_now(transfer)
+        else:
+            self.ahead += transfer.nbytes
+        back = self._link.take(coming)
+        self._is_taken(transfer)
+        return self._part_of(transfer, entry, back)
 
-    def _plan_read(self, group: Group) -> None:
-        self._ahead.plan(group, {group})
+    def _bring_now(self, transfer: Transfer) -> Coming:
+        coming = self._link.bring(transfer.outgoing.host, transfer.outgoing.done, self.back)
+        self.read += transfer.nbytes
+        return coming
 
-    def _is_ahead(self, group: Group) -> None:
-        if group.state == WRITTEN:
-            self._ahead.groups.setdefault(group)
+    def _part_of(self, transfer: Transfer, entry: Offloaded, back: torch.Tensor | None) -> torch.Tensor:
+        found = transfer.from_back(entry, back)
+        if transfer.whole is None:
+            self._forget(transfer)
+            return found
+        if transfer not in self._cached:
+            self._cached[transfer] = None
+            self._back_bytes += transfer.nbytes
+        while self._on_device > self.most and (oldest := next(iter(self._cached))) is not transfer:
+            self._forget(oldest)
+        return found
 
-    def _was_asked(self, group: Group, now: float) -> None:
-        """Backward reads ``group``, at the time ``now``."""
-        if group.state not in (OPEN, GONE):
-            group.tape.order.read(group, now)
-            self._asked[id(group.tape)] = group, now
-            self._ahead.planned.pop(group, None)  # the thread that asks reads it, unless a thread of the crew has begun
+    def _forget(self, transfer: Transfer) -> None:
+        """Free the joined tensor of ``transfer`` that came back."""
+        transfer.whole = None
+        if transfer in self._cached:
+            del self._cached[transfer]
+            self._back_bytes -= transfer.nbytes
 
-    # -- in the crew
+    def _is_taken(self, transfer: Transfer) -> None:
+        if transfer in self._coming:
+            del self._coming[transfer]
+            self._back_bytes -= transfer.nbytes
+        if transfer.coming is not None:
+            transfer.came, transfer.coming = transfer.coming.done, None
 
-    def _move(self, group: Group) -> Callable[[], None] | None:
-        if group.device is not None:
-            work_for(group.device)
-        if group.state == WRITING:
+    def _give_up(self, transfer: Transfer) -> None:
+        """Free the copy of ``transfer`` that came back early."""
+        if transfer.coming is not None:
+            self.in_vain += transfer.nbytes
+            self._is_taken(transfer)  # the link holds the memory on the device until the copy into it is done
+
+    def _look_ahead(self, entry: Offloaded) -> None:
+        """Bring back the tensors that backward reads after ``entry``, each just in time.
+
+        A tensor that comes back too early takes memory from the computation.
+        """
+        times = entry.order.times()
+        due: dict[Transfer, float] = {}  # in the order of reads, with the time at which backward reads each
+        following = cast("Iterable[tuple[Offloaded, float]]", entry.order.after(entry))
+        soonest, room = None, self.most - self._on_device + sum(transfer.nbytes for transfer in self._coming)
+        for other, _ in itertools.islice(following, _LOOK):
+            at, transfer = times.get(other.position), other.transfer
+            soonest = at if soonest is None else soonest
+            if transfer is None or transfer.is_there or transfer in due:
+                continue
+            room -= transfer.nbytes
+            if due and room < 0:
+                break  # the first one may be larger than the room
+            due[transfer] = math.nan if at is None else at
+        if due:
+            count = self._how_many(due, times.get(entry.position), soonest)
+            self._bring([transfer for transfer in itertools.islice(due, count) if transfer.coming is None], due)
+
+    def _how_many(self, due: Mapping[Transfer, float], now: float | None, soonest: float | None) -> int:
+        """How many transfers of ``due`` must be on their way before the computation reads next, at ``soonest``."""
+        pace = self._link.back.pace
+        if pace is None or now is None or soonest is None or any(math.isnan(at) for at in due.values()):
+            return len(due)  # the speed or the times are not known: bring as many as fit
+        # From the last to the first: the latest moment at which each copy has to begin, so that it and those behind it
+        # are done in time.
+        latest, count = math.inf, 1
+        for place, (transfer, at) in reversed(list(enumerate(due.items()))):
+            coming = transfer.coming
+            takes = 0.0 if coming is not None and coming.is_done() else _MARGIN * transfer.nbytes * pace
+            latest = min(latest, at) - takes
+            if latest <= soonest:
+                count = max(count, place + 1)
+        return count
+
+    def _bring(self, transfers: Iterable[Transfer], wanted: Mapping[Transfer, float] | set[Transfer]) -> None:
+        """Begin to copy ``transfers`` back while there is room.
+
+        Those that are not in ``wanted`` are given up for them.
+        """
+        for transfer in transfers:
+            needless = [other for other in self._coming if other not in wanted]
+            while needless and not self._has_room(transfer):
+                self._give_up(needless.pop(0))
+            while len(self._cached) > 1 and not self._has_room(transfer):  # backward reads the newest one now
+                self._forget(next(iter(self._cached)))
+            if self._on_device and not self._has_room(transfer):
+                return
             try:
-                written = self.io.write(group)
-            except BaseException as error:
-                self._inbox.append((Offload._was_written, group, None, error))
-                return None
-            self._inbox.append((Offload._was_written, group, written, None))
-            return functools.partial(self.io.look_after, written.file)
-        # `get` reads the group again after an error, and raises it. A computing thread may have read it meanwhile.
-        with contextlib.suppress(BaseException), group.lock:
-            if group.is_planned:
-                self._read(group)
-        return None
+                transfer.coming = self._bring_now(transfer)
+            except torch.OutOfMemoryError:
+                return  # there may be memory when backward reads the tensor: `get` tries again
+            self._coming[transfer] = None
+            self._back_bytes += transfer.nbytes
 
-    def _read(self, group: Group) -> None:
-        with group.lock:
-            try:
-                group.is_reading, group.is_planned = True, False
-                self.io.read(group)
-            finally:
-                group.is_reading = False
+    def _has_room(self, transfer: Transfer) -> bool:
+        return self._on_device + transfer.nbytes <= self.most
+
+    @property
+    def _on_device(self) -> int:
+        return self._bytes + self._back_bytes
 
 
-def _new_tape(runtime: weakref.ref[Offload], joined: int, device: torch.device | None) -> Tape:
-    found = runtime()
-    assert found is not None
-    memory = found.buffers.lease if device is None else functools.partial(pinned, device=device)
-    tape = Tape(device, memory, found.staging, joined, functools.partial(_hand_over, runtime))
-    found.tapes.append(tape)
-    return tape
-
-
-def _hand_over(runtime: weakref.ref[Offload], group: Group) -> None:
-    found = runtime()
-    if found is not None:
-        found.hand_over(group)
-
-
-_runtimes: weakref.WeakSet[Offload] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for runtime in list(_runtimes):
-        runtime.close()
+def _joined(entries: Sequence[Offloaded], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of ``tensors`` in one tensor, on the current stream; ``offset`` of each entry says where its begin."""
+    stream, end = current_stream(tensors[0].device), 0
+    for entry, tensor in zip(entries, tensors, strict=True):
+        entry.offset = end
+        end += entry.nbytes
+        used_on(tensor, stream)
+    return torch.cat([tensor.detach().view(-1).view(torch.uint8) for tensor in tensors])

@@ -46,14 +46,16 @@ class PerThread(Generic[Learns]):
         self._all: dict[threading.Thread, Learns] = {}
 
     def __call__(self) -> Learns:
-        """The object of this thread."""
-        mine = getattr(self._mine, "one", None)
+        mine: Learns | None = getattr(self._mine, "one", None)
         if mine is None:
             # No lock: `pop` gives each object to one thread only.
             left = (self._all.pop(thread, None) for thread in list(self._all) if not thread.is_alive())
             one = next((one for one in left if one is not None), None)
             self._all[threading.current_thread()] = self._mine.one = mine = self._make() if one is None else one
-        return cast(Learns, mine)
+        return mine
+
+    def all(self) -> list[Learns]:
+        return list(self._all.values())
 
 
 class _Order(NamedTuple):
@@ -97,7 +99,6 @@ class AccessOrder:
         self._waited = 0.0  # seconds of waiting for reads; the times in ``_reads`` do not include them
 
     def put(self, ticket: Ordered) -> None:
-        """Note that ``ticket`` is put now, after all others."""
         # A loop that keeps its graphs never drops some tickets, and the list would grow for ever. So it begins anew
         # with the tickets that are left.
         if len(self._tickets) > 4 * len(self._live) + 4096:
@@ -183,12 +184,12 @@ class AccessOrder:
 
 
 class Sized(Ordered, Protocol):
-    """An object that a :class:`Lane` remembers: it also has a size in bytes."""
+    """An object that a :class:`TimedOrder` remembers: it also has a size in bytes."""
 
     nbytes: int
 
 
-class Lane(AccessOrder):
+class TimedOrder(AccessOrder):
     """An :class:`AccessOrder` that learns two things more from each backward.
 
     The first is how many bytes are put between the put of a tensor and its first read. They are few for the last
@@ -197,12 +198,12 @@ class Lane(AccessOrder):
 
     >>> class Ticket:
     ...     position, dropped, nbytes = 0, False, 8
-    >>> lane = Lane()
+    >>> order = TimedOrder()
     >>> for _ in range(2):
     ...     tickets = [Ticket(), Ticket(), Ticket()]
-    ...     for ticket in tickets: lane.put(ticket)
-    ...     stays = [lane.is_back_soon(ticket, 16) for ticket in tickets]
-    ...     for ticket in reversed(tickets): lane.read(ticket); ticket.dropped = True; lane.drop(ticket)
+    ...     for ticket in tickets: order.put(ticket)
+    ...     stays = [order.is_back_soon(ticket, 16) for ticket in tickets]
+    ...     for ticket in reversed(tickets): order.read(ticket); ticket.dropped = True; order.drop(ticket)
     >>> stays
     [False, True, True]
     """

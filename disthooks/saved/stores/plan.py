@@ -10,7 +10,7 @@ that a plan exists when the first tensor is saved. A store asks for each entry i
     changed = tapes.put(nbytes)      # in `put`: the tape goes on with an entry of so many bytes
     plan = tapes.plan                # None: nothing is known of this tape; it may have fewer entries than the tape
     place = plan.group(position).place
-    if changed: ...                  # another plan from here on; `plan.place_of(first, last)` for older groups
+    if changed: ...                  # another plan from here on
     tapes.end(reads)                 # everything is dropped: the tape is remembered
 
 What a store does with it:
@@ -85,11 +85,6 @@ class Plan:
     def group(self, position: int) -> Group:
         """The group of the entry at ``position``."""
         return self.groups[bisect_left(self._lasts, position)]
-
-    def place_of(self, first: int, last: int) -> int:
-        """The furthest place of the entries ``first`` to ``last``: for a group that was cut by another plan."""
-        begin, end = bisect_left(self._lasts, first), bisect_left(self._lasts, last)
-        return max((group.place for group in self.groups[begin : end + 1]), default=0)
 
     def nbytes(self, place: int) -> int:
         """Bytes that are at ``place`` when backward begins."""
@@ -201,8 +196,6 @@ _FAR = 16  # an entry that is so many times as large as in the last tape, or so 
 
 
 class _Known(NamedTuple):
-    """A tape that is remembered."""
-
     needed: Sizes
     reads: Sizes | None
     plan: Plan

@@ -17,7 +17,7 @@ _MARGIN = 1.5  # a read is expected to take up to so many times as long as the l
 
 
 class ReadAhead:
-    """The groups that are read before backward asks for them. The owner alone uses it.
+    """The groups that are read before backward asks for them. It is used under the lock of the worker.
 
     Args:
         limit: most bytes of them. A group that is larger is read alone.
@@ -39,12 +39,19 @@ class ReadAhead:
         return max(0.0, start - time.perf_counter())
 
     def next(self) -> Group | None:
-        """The group whose read begins now; None if there is none."""
+        """The group whose read begins now, which is not planned any more; None if there is none."""
         group = min(self.planned, key=lambda group: group.start, default=None)
-        return group if group is not None and group.start <= time.perf_counter() else None
+        if group is None or group.start > time.perf_counter():
+            return None
+        del self.planned[group]
+        return group
+
+    def forget(self, group: Group) -> None:
+        self.planned.pop(group, None)
+        self.groups.pop(group, None)
+        group.is_planned = False
 
     def forget_taken(self) -> None:
-        """Forget the groups of which backward has taken all."""
         for group in list(self.groups):
             if not (group.is_planned or group.is_reading or group.ahead):
                 del self.groups[group]

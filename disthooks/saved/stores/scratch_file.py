@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from disthooks._fork_safe import ForkSafe, Order
+from disthooks._locks import Shared
 from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget
 from disthooks.saved.stores.extents import Extent, Extents
-from disthooks.saved.stores.pools import PAGE, AlignedPool
+from disthooks.saved.stores.host import PAGE, AlignedPool
 
 CHUNK = 8 << 20  # bytes of one system call
 _PROBE = 32 << 20  # bytes that are written and read to measure the disk
@@ -45,7 +45,6 @@ _PROBE = 32 << 20  # bytes that are written and read to measure the disk
 # and below it, they keep their blocks, because writing over blocks is faster than getting new ones.
 #
 # A hole in a part that is in use would lose data. So the wasted parts of an extent are forgotten when it is freed.
-# Both kinds of releases go through one queue, because their order matters.
 
 _ENDLESS = 1 << 62  # bytes: the file has no end, as far as its parts are concerned
 
@@ -65,7 +64,7 @@ class Bandwidth(NamedTuple):
     read: float
 
 
-class ScratchFile(ForkSafe["Extent | Waste"]):
+class ScratchFile(Shared["Extent | Waste"]):
     """A file without a name, so that nothing is left when its process dies; it knows which of its parts are used.
 
     Args:
@@ -78,7 +77,7 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
     """
 
     def __init__(self, directory: str, direct: bool | Literal["auto"]) -> None:
-        super().__init__(Order.SCRATCH_FILE)
+        super().__init__()
         self.directory = directory
         self.process = os.getpid()
         self.why_buffered = "direct=False"
@@ -115,7 +114,6 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             _close(self._fd)
 
     def fileno(self) -> int:
-        """The descriptor of the file."""
         return self._fd
 
     # -- bytes
@@ -164,9 +162,8 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
 
     @property
     def in_use(self) -> int:
-        """Bytes of all extents that are in use."""
         with self._lock:
-            self._drain_releases()
+            self._apply_releases()
             return self._parts.in_use
 
     @property
@@ -184,18 +181,15 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of whole pages for ``nbytes``. ``release``, which destructors may call, gives it back."""
-        room, extent = -(-nbytes // PAGE) * PAGE, Extent()
-        try:
-            with self._lock:
-                self._drain_releases()
-                self._parts.take(extent, room)
-                grows = self._has_holes or self._end > self._size
-                self._size = max(self._size, self._end)
-                self._peaks[-1] = max(self._peaks[-1], self._end)
-                self._give_back(room if grows else 0)
-        except BaseException:
-            self.release(extent)
-            raise
+        room = -(-nbytes // PAGE) * PAGE
+        with self._lock:
+            self._apply_releases()
+            extent = self._parts.take(room)
+            assert extent is not None  # the range has no end
+            grows = self._has_holes or self._end > self._size
+            self._size = max(self._size, self._end)
+            self._peaks[-1] = max(self._peaks[-1], self._end)
+            self._give_back(room if grows else 0)
         return extent
 
     def shrink(self, keep_peak: bool) -> None:
@@ -205,7 +199,7 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             keep_peak: keep the space that the last steps needed.
         """
         with self._lock:
-            self._drain_releases()
+            self._apply_releases()
             wanted = max(self._end, *self._peaks) if keep_peak else self._end
             if self._size > (2 * wanted if keep_peak else wanted) and self.process == os.getpid():
                 with contextlib.suppress(OSError):
@@ -267,12 +261,12 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
         if isinstance(release, Extent):
             self._wasted.pop(release, None)
             self._parts.give(release)
-        elif release.extent in self._parts:
+        else:
             begin = release.extent.offset + release.start
             self._wasted.setdefault(release.extent, []).append((begin, begin + release.room))
 
-    def _drain_releases(self) -> None:
-        super()._drain_releases()
+    def _apply_releases(self) -> None:
+        super()._apply_releases()
         if not self._parts.in_use and self._peaks[-1]:  # all is free, as after every backward
             self._peaks.append(0)
 

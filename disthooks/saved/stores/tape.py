@@ -1,25 +1,26 @@
-"""What one thread saves, in order: entries, and the groups in which they move."""
+"""What one thread saves to disk, in order: entries, and the groups in which they move."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from disthooks._fork_safe import Order, tensor_lock
-from disthooks.saved.stores.device_copy import Outgoing
+from disthooks.saved.stores.copies import Coming, Outgoing
 from disthooks.saved.stores.extents import Extent
+from disthooks.saved.stores.host import PAGE, tensor_over
 from disthooks.saved.stores.order import AccessOrder
-from disthooks.saved.stores.pools import PAGE, tensor_over
 from disthooks.saved.stores.scratch_file import ScratchFile
-from disthooks.saved.stores.staging import Incoming, Staging
+from disthooks.saved.stores.staging import Staging
 
 SMALL = 256 << 10  # bytes: smaller tensors move together, because waking a thread costs more (decision 41)
 JOINED = 1 << 20  # bytes of a group of small tensors
 
-#: The states of a group. An entry of a WRITTEN group may be in memory, too: in ``ahead`` of the group.
+#: The states of a group. An entry of a WRITTEN group may be in memory, too: in ``ahead`` of the group. A FAILED one
+#: could not be written, and stays in memory. All entries of a GONE one are dropped.
 OPEN, QUEUED, WRITING, WRITTEN, FAILED, GONE = "open", "queued", "writing", "written", "failed", "gone"
 
 
@@ -77,20 +78,18 @@ class Group:
     Attributes:
         size: bytes that it counts in flight.
         device: the accelerator to which ``get`` returns the entries; None for CPU memory.
-        lease: the memory in which the entries lie, each from a page on. None once it is not in flight any more, and if
-            the one entry goes past the host.
+        lease: the memory in which the entries lie, each from a page on. None once it is not in flight any more.
         end: bytes of the lease that are used.
-        entries: all of them, in the order of their puts.
+        live: the entries that are not dropped, as far as the worker knows, and ``nbytes`` their bytes.
+        dead: bytes of the entries that were dropped before the group was written.
         copies: by address, the offsets of copies that were made here and not put yet.
-        is_sealed: whether it is full. Nothing is added any more.
-        members: the entries that were not dropped when it was written.
-        live: those entries that the owner does not know as dropped, and ``nbytes`` their bytes.
+        members: the entries that are written, in the order of their offsets.
         file, extent, base: where it was written; ``base`` is the offset of the first entry that was written.
-        lock: held by the thread that reads it. ``is_reading`` tells others, who need not be sure.
+        lock: held by the thread that reads it. ``is_reading`` tells others.
         ahead: the entries that were read from the file and that no ``get`` has taken yet, with their tensors.
         is_planned: whether it is to be read ahead, and nobody has begun.
         is_read: whether an entry was read since it was put.
-        said: how many failed writes had been raised when it was handed over.
+        raised: how many failed writes had been raised when it was queued.
         position, dropped: for :class:`AccessOrder`.
         start: when its read should begin, by ``time.perf_counter``.
     """
@@ -100,23 +99,22 @@ class Group:
         "ahead",
         "base",
         "copies",
+        "dead",
         "device",
         "dropped",
         "end",
-        "entries",
         "extent",
         "file",
         "is_planned",
         "is_read",
         "is_reading",
-        "is_sealed",
         "lease",
         "live",
         "lock",
         "members",
         "nbytes",
         "position",
-        "said",
+        "raised",
         "size",
         "start",
         "state",
@@ -124,112 +122,160 @@ class Group:
 
     file: ScratchFile
 
-    def __init__(self, tape: Tape, lease: Any, size: int) -> None:
+    def __init__(self, tape: Reads, device: torch.device | None, lease: Any, size: int) -> None:
         self._tape = weakref.ref(tape)  # weak: the order of a tape holds its groups
-        self.device, self.lease, self.size = tape.device, lease, size
-        self.end = self.base = self.position = self.said = self.nbytes = 0
+        self.device, self.lease, self.size = device, lease, size
+        self.end = self.base = self.position = self.raised = self.nbytes = self.dead = 0
         self.start = 0.0
-        self.entries: list[Entry] = []
+        self.live: dict[Entry, None] = {}
         self.members: list[Entry] = []
-        self.live: set[Entry] = set()
         self.copies: dict[int, int] = {}
-        self.ahead: dict[Entry, torch.Tensor | Incoming] = {}
+        self.ahead: dict[Entry, torch.Tensor | Coming] = {}
         self.state = OPEN
-        self.is_sealed = self.is_read = self.is_planned = self.is_reading = self.dropped = False
+        self.is_read = self.is_planned = self.is_reading = self.dropped = False
         self.extent: Extent | None = None
-        self.lock = tensor_lock(Order.GROUP)
+        self.lock = threading.RLock()
 
     @property
-    def tape(self) -> Tape:
-        """The tape that the group is on, which lives as long as the runtime."""
+    def tape(self) -> Reads:
+        """The order of reads that it is a part of, which lives as long as the worker."""
         tape = self._tape()
         assert tape is not None
         return tape
 
-    def stays(self) -> list[Entry]:
-        """The entries that are not dropped; they become the ``live`` ones."""
-        found = [entry for entry in self.entries if not entry.dropped]
-        self.live, self.nbytes = set(found), sum(entry.nbytes for entry in found)
-        return found
+    @property
+    def has_entries(self) -> bool:
+        return bool(self.live or self.dead)
+
+    def add(self, entry: Entry) -> None:
+        entry.group = self
+        self.live[entry] = None
+        self.nbytes += entry.nbytes
+
+
+class Reads:
+    """In which order backward reads the groups of one tape.
+
+    Attributes:
+        order: learns the order.
+        last: the group of which an entry was read last.
+        asked: that group, and when it was asked for, until the reads after it are planned.
+    """
+
+    def __init__(self) -> None:
+        self.order = AccessOrder()
+        self.last: Group | None = None
+        self.asked: tuple[Group, float] | None = None
 
 
 class Tape:
     """What one thread saves for one device, in order. The thread that puts fills the open group.
+
+    Only ``own`` and ``alone`` are called without the lock of the worker.
 
     Args:
         device: the accelerator to which ``get`` returns the tensors; None for CPU memory.
         memory: gives memory of whole pages; OSError if there is none.
         staging: copies tensors from devices.
         joined: bytes of a group of small tensors. Tensors with more than a quarter of it are alone.
-        hand_over: gives a group that is full to the owner.
 
     Attributes:
-        order: learns in which order backward reads the groups. The owner alone uses it.
-        last_read: the group of which an entry was read last.
+        sealed: groups that are full, until the worker takes them.
     """
 
     def __init__(
-        self,
-        device: torch.device | None,
-        memory: Callable[[int], Any],
-        staging: Staging,
-        joined: int,
-        hand_over: Callable[[Group], None],
+        self, device: torch.device | None, memory: Callable[[int], Any], staging: Staging, joined: int
     ) -> None:
-        self.device, self.order = device, AccessOrder()
-        self.last_read: Group | None = None
+        self.device, self.reads = device, Reads()
         self.small = min(SMALL, joined // 4)
-        self._memory, self._staging, self._joined, self._hand_over = memory, staging, joined, hand_over
+        self.sealed: list[Group] = []
+        self._memory, self._staging, self._joined = memory, staging, joined
         self._open: Group | None = None
-        self._leases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of large copies
-        self._lock = tensor_lock(Order.TAPE)
+        self._own: dict[int, Any] = {}  # leases of large copies, by address
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of ``tensor`` in the memory from which it will be written. Both are in CPU memory.
+    def own_alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of ``tensor``, which is large, in the memory from which it will be written.
 
         Raises:
             OSError: if the system has no more memory.
         """
-        nbytes = int(tensor.nbytes)
-        if not nbytes:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        if nbytes > self.small:
-            lease = self._memory(nbytes)
-            copy = _copied(tensor, lease, 0)
-            self._leases[copy.data_ptr()] = lease
-            return copy
-        with self._lock:
-            group, offset = self._take(nbytes)
-            copy = _copied(tensor, group.lease, offset)
-            group.copies[copy.data_ptr()] = offset
+        lease = self._memory(int(tensor.nbytes))
+        copy = _copied(tensor, lease, 0)
+        self._own = {copy.data_ptr(): lease}  # of the last copy only: it is put next, or never
         return copy
 
-    def add(self, entry: Entry) -> Group:
-        """Add ``entry``, whose tensor is contiguous, to the tape. Returns its group, which may have to be handed over.
+    def own_joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of ``tensor``, which is small, in the open group; OSError if there is no memory."""
+        group, offset = self._take(int(tensor.nbytes))
+        copy = _copied(tensor, group.lease, offset)
+        group.copies[copy.data_ptr()] = offset
+        return copy
 
-        Raises:
-            OSError: if the system has no more memory.
-        """
+    def alone(self, entry: Entry) -> Group:
+        """A group of ``entry`` alone, whose tensor is contiguous; OSError if there is no memory."""
         tensor = entry.tensor
         assert tensor is not None
-        if entry.nbytes > self.small:
-            lease = self._leases.pop(tensor.data_ptr(), None)
-            if lease is None:
-                lease = self._memory(entry.nbytes)
-                self._fill(entry, lease, 0)
-            entry.group = alone = Group(self, lease, entry.nbytes)
-            alone.entries.append(entry)
-            alone.end, alone.is_sealed = padded(entry.nbytes), True
-            return alone
-        with self._lock:
-            group = self._open
-            offset = None if group is None or group.is_sealed else group.copies.pop(tensor.data_ptr(), None)
-            if group is None or offset is None:
-                group, offset = self._take(entry.nbytes)
-                self._fill(entry, group.lease, offset)
-            entry.group, entry.offset = group, offset
-            group.entries.append(entry)
-            return group
+        lease = self._own.pop(tensor.data_ptr(), None)
+        if lease is None:
+            lease = self._memory(entry.nbytes)
+            self._fill(entry, lease, 0)
+        group = Group(self.reads, self.device, lease, entry.nbytes)
+        group.end = padded(entry.nbytes)
+        group.add(entry)
+        return group
+
+    def join_copy(self, entry: Entry) -> bool:
+        """Add ``entry`` to the open group if that has entries already, and the copy that ``entry`` is about."""
+        tensor, group = entry.tensor, self._open
+        assert tensor is not None
+        offset = group.copies.pop(tensor.data_ptr(), None) if group is not None and group.live else None
+        if group is None or offset is None:
+            return False
+        entry.offset = offset
+        group.add(entry)
+        return True
+
+    def begins_group(self, entry: Entry) -> bool:
+        group = self._open
+        return group is None or not group.has_entries or self._is_full(group, entry.nbytes)
+
+    def groups(self) -> list[Group]:
+        """The groups that the worker has not taken yet."""
+        return [*self.sealed, *([self._open] if self._open is not None and self._open.has_entries else [])]
+
+    def join(self, entry: Entry) -> Group:
+        """Add ``entry``, which is small and contiguous, to the open group; OSError if there is no memory."""
+        tensor, group = entry.tensor, self._open
+        assert tensor is not None
+        offset = None if group is None else group.copies.pop(tensor.data_ptr(), None)
+        if group is None or offset is None:
+            group, offset = self._take(entry.nbytes)
+            self._fill(entry, group.lease, offset)
+        entry.offset = offset
+        group.add(entry)
+        return group
+
+    def seal(self) -> None:
+        """Let the open group be full, if it has entries."""
+        group = self._open
+        if group is not None and group.has_entries:
+            self._open = None
+            self.sealed.append(group)
+
+    def _take(self, nbytes: int) -> tuple[Group, int]:
+        """The open group, or a new one, and the offset of its next ``nbytes`` bytes."""
+        if self._open is not None and self._is_full(self._open, nbytes):
+            self.seal()
+            self._open = None  # copies that were never put end with it
+        if self._open is None:
+            self._open = Group(self.reads, self.device, self._memory(self._joined), self._joined)
+        offset = self._open.end
+        self._open.end += padded(nbytes)
+        return self._open, offset
+
+    def _is_full(self, group: Group, nbytes: int) -> bool:
+        # When a backward has read the group and dropped all of it, a new tape begins.
+        return group.end + nbytes > self._joined or (group.is_read and not group.live)
 
     def _fill(self, entry: Entry, lease: Any, offset: int) -> None:
         """Let the tensor of ``entry`` be a copy at ``offset`` of ``lease``, from which it can be written."""
@@ -242,40 +288,6 @@ class Tape:
             host = tensor_over(lease, tensor.shape, tensor.dtype, offset)
             entry.outgoing = self._staging.send(tensor, host)
         entry.tensor = host
-
-    def _take(self, nbytes: int) -> tuple[Group, int]:
-        """The open group and the offset of its next ``nbytes`` bytes; under the lock."""
-        group = self._group_for(nbytes)
-        offset = group.end
-        group.end += padded(nbytes)
-        return group, offset
-
-    def _group_for(self, nbytes: int) -> Group:
-        """The open group if it has room for ``nbytes``, or a new one; under the lock."""
-        group = self._open
-        if group is not None and (group.is_sealed or group.end + nbytes > self._joined):
-            self._seal(group)
-            group = None
-        elif group is not None and group.is_read and all(entry.dropped for entry in group.entries):
-            self._seal(group)  # a backward is over: a new tape begins, and nothing of this group will be written
-            group = None
-        if group is None:
-            group = self._open = Group(self, self._memory(self._joined), self._joined)
-        return group
-
-    def _seal(self, group: Group) -> None:
-        # An interrupt may come between any of these lines. Then the next call does all of them again, and the owner
-        # ignores a group that it was given before.
-        group.is_sealed = True
-        if group.entries:
-            self._hand_over(group)
-        self._open = None
-
-    def flush(self) -> None:
-        """Hand over the open group. Any thread may call this."""
-        with self._lock:
-            if self._open is not None and self._open.entries:
-                self._seal(self._open)
 
 
 def padded(nbytes: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._locks import new_lock
 from disthooks._registry import register
 from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
@@ -45,7 +45,6 @@ class OpenOnDevice(Store):
         self.below: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
     def put(self, tensor: torch.Tensor) -> _There:
-        """Hold ``tensor`` itself."""
         nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
         there = _There(tensor, self.budget.of(tensor.device))
         there.budget.reserve(nbytes, there)
@@ -57,7 +56,6 @@ class OpenOnDevice(Store):
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
     def peek(self, ticket: _There) -> torch.Tensor:
-        """The tensor that was put."""
         return ticket.tensor
 
     def drop(self, ticket: _There) -> None:
@@ -65,7 +63,6 @@ class OpenOnDevice(Store):
         ticket.drop()
 
     def begin_count(self) -> None:
-        """Count the bytes that are read from here on."""
         self._read = 0
 
     def report(self) -> tuple[StoreReport, ...]:
@@ -133,13 +130,12 @@ class Queue:
         self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # the tensor that backward reads last comes first
         self._numbers = itertools.count()
         self._most = 1024  # with more entries than this, entries of dropped and moved tensors are removed
-        self._lock = shared_lock(Order.QUEUE)
+        self._lock = new_lock()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, placed: Placed, turn: float) -> None:
-        """Add ``placed``, which is in this tier now."""
         with self._lock:
             if len(self._heap) > self._most:
                 self._heap = [entry for entry in self._heap if self._there(entry) is not None]
@@ -187,7 +183,6 @@ class OpenTiered(Store):
             self._device.below.update({id(store): store for store in stores[1:]})
 
     def put(self, tensor: torch.Tensor) -> Placed:
-        """Put ``tensor`` into the first tier that takes it."""
         placed = Placed(tensor.nbytes, stream_of(tensor), self, tensor.device)
         tier = self.turns.put(placed)
         try:
@@ -207,7 +202,6 @@ class OpenTiered(Store):
         return placed
 
     def get(self, ticket: Placed) -> torch.Tensor:
-        """The tensor, from the tier that it is in."""
         following = self.turns.read(ticket, _LOOK)
         if self._is_ahead(ticket):
             self._leave_room(ticket.device)
@@ -240,7 +234,6 @@ class OpenTiered(Store):
             return tensor if ticket.at is None else tensor.to(ticket.at.device)
 
     def pop_transfer_seconds(self, ticket: Placed) -> float:
-        """Seconds for which the tier that the tensor is in moved it."""
         try:
             with ticket.lock:
                 return 0.0 if ticket.dropped else self.stores[ticket.tier].pop_transfer_seconds(ticket.ticket)
@@ -257,7 +250,6 @@ class OpenTiered(Store):
             ticket.let_go()
 
     def drop(self, ticket: Placed) -> None:
-        """Release the tensor in the tier that it is in."""
         ticket.drop()
 
     def wait(self) -> None:
@@ -271,7 +263,6 @@ class OpenTiered(Store):
             store.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """One entry for each tier."""
         return tuple(report for store in self.stores for report in store.report())
 
     def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
-from disthooks._fork_safe import ForkSafe, Order, tensor_lock
+from disthooks._locks import Shared
 from disthooks._torch import uncompiled
 from disthooks.saved.stores.order import AccessOrder, Ordered, PerThread
 from disthooks.saved.stores.plan import Plan, Tapes, make_plan
@@ -59,7 +60,7 @@ class Placed:
     )
 
     def __init__(self, nbytes: int, at: Any = None, tiers: Any = None, device: torch.device = _CPU) -> None:
-        self.lock = tensor_lock(Order.PLACED, again=False)  # held while it is moved or read
+        self.lock = threading.Lock()  # held while it is moved or read
         self.tier = -1
         self.ticket: Any = None
         self.nbytes, self.at, self.device = nbytes, at, device
@@ -187,7 +188,7 @@ class Turn:
         self.index = 0
 
 
-class Turns(ForkSafe[Turn]):
+class Turns(Shared[Turn]):
     """The tapes of each thread and device: where their tensors go, and in which order backward will read them.
 
     Args:
@@ -195,14 +196,14 @@ class Turns(ForkSafe[Turn]):
     """
 
     def __init__(self, limits: Callable[[torch.device], list[int | None]] = lambda device: [None]) -> None:
-        super().__init__(Order.TURNS)
+        super().__init__()
         self._limits = limits
         self._own: PerThread[dict[torch.device, TapeOrder]] = PerThread(dict)
 
     def put(self, placed: Placed) -> int | None:
         """Note that ``placed`` is the next tensor that this thread puts. Returns its tier; None if there is no plan."""
         with self._lock:
-            self._drain_releases()
+            self._apply_releases()
             orders = self._own()
             order = orders.get(placed.device)
             if order is None:
@@ -216,7 +217,7 @@ class Turns(ForkSafe[Turn]):
         if turn is None:
             return []
         with self._lock:
-            self._drain_releases()
+            self._apply_releases()
             turn.order.read(turn)
             following = itertools.islice(turn.order.after(turn), look)
             found = [cast(Turn, other).placed() for other, _ in following]

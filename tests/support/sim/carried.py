@@ -44,11 +44,9 @@ def step(store: Any, x: torch.Tensor, length: int = 12) -> torch.Tensor:
 def is_clean(store: dh.OnCpu, device: torch.device) -> bool:
     """Whether nothing is held any more: on the device, in flight, under the limit."""
     torch.accelerator.synchronize(device)
-    courier = store.open().courier(device)
-    idle = courier.device_bytes == 0 and not (
-        courier._staying or courier._batches or courier._flying or courier._coming
-    )
-    return idle and store.budget.held == 0 and not courier._link._sent and not courier._link._coming
+    offload = store.open().offload(device)
+    idle = offload.device_bytes == 0 and not (offload._staying or offload._open or offload._flying or offload._coming)
+    return idle and store.budget.held == 0 and not offload._link._sent and not offload._link._coming
 
 
 def tier(store: dh.OnCpu) -> Any:

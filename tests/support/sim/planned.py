@@ -39,6 +39,11 @@ class _Group:
         return sum(block.nbytes for block in self.blocks if not block.is_dropped)
 
 
+def _place_of(plan: Plan, first: int, last: int) -> int:
+    """The furthest place of the entries ``first`` to ``last``: for a group that was cut by another plan."""
+    return max((group.place for group in plan.groups if group.first <= last and first <= group.last), default=0)
+
+
 class Planned(Policy):
     """One tape, several places: device, host and disk.
 
@@ -128,7 +133,7 @@ class Planned(Policy):
         if not self._open:
             return
         plan, first = self.plan, len(self._order) - len(self._open)
-        place = int(self.is_written_through) if plan is None else plan.place_of(first, len(self._order) - 1)
+        place = int(self.is_written_through) if plan is None else _place_of(plan, first, len(self._order) - 1)
         group = _Group(first, self._open, self.machine.compute.record(), place, plan is not None)
         self._open = []
         if group.place and group.nbytes:
@@ -151,7 +156,7 @@ class Planned(Policy):
         """Groups that stayed under another plan are sent, if they do not stay under this one."""
         plan, stay = self.plan, list[_Group]()
         for group in self._here:
-            group.place = 1 if plan is None else plan.place_of(group.first, group.last)
+            group.place = 1 if plan is None else _place_of(plan, group.first, group.last)
             group.leaves = plan is not None
             if group.place and group.nbytes:
                 self._pending.append(group)

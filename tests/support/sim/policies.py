@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class _Link(Policy):
-    """Copies of single tensors with a bound on the bytes that are on their way, as a courier has it.
+    """Copies of single tensors with a bound on the bytes that are on their way, as a offload has it.
 
     Attributes:
         most: bytes of tensors on the device that are sent or were brought ahead; one tensor may be larger.

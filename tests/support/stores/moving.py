@@ -51,11 +51,10 @@ def right(store: Any, numel: int = 5000, length: int = 12) -> bool:
 def clean(store: Any) -> bool:
     """Whether nothing is held, in flight or in the files any more: within seconds, for threads are at it."""
     opened = store.open()
-    offload = opened.offload
+    worker = opened.worker
 
     def nothing() -> bool:
-        offload._ring()  # the owner frees what was dropped
-        busy = offload._inbox or offload.in_flight or offload._ahead.groups or len(offload._crew)
+        busy = worker.in_flight  # this applies the releases
         return not busy and store.budget.held == 0 and not any(_used(file) for file in opened.files)
 
     return soon(nothing)
@@ -63,7 +62,7 @@ def clean(store: Any) -> bool:
 
 def _used(file: Any) -> int:
     file.shrink(keep_peak=True)
-    return len(file._parts)
+    return int(file.in_use)
 
 
 def error_of(function: Callable[[], object], *kinds: type[BaseException]) -> BaseException:
@@ -79,7 +78,7 @@ def error_of(function: Callable[[], object], *kinds: type[BaseException]) -> Bas
 
 
 def movers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name in ("disthooks owner", "disthooks crew")]
+    return [thread for thread in threading.enumerate() if thread.name == "disthooks file worker"]
 
 
 class Gate:

@@ -1,9 +1,7 @@
-"""The pool of page-locked memory, as far as it can be seen without a device: segments, refusals, interrupts, forks."""
+"""The pool of page-locked memory, as far as it can be seen without a device: segments, refusals, forks."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import pathlib
 import random
@@ -13,9 +11,8 @@ import pytest
 import torch
 
 from benchmarks import host_memory
-from disthooks.saved.stores import pools
-from disthooks.saved.stores.extents import Extents
-from disthooks.saved.stores.pools import PinnedPool
+from disthooks.saved.stores import host
+from disthooks.saved.stores.host import PinnedPool, pool_of
 
 CPU = torch.device("cpu")
 KiB = 1 << 10
@@ -105,7 +102,7 @@ def test_random_sizes_in_any_order() -> None:
     held.clear()
     del each
     assert pool.in_use == 0
-    assert all(segment.parts.free == [(0, len(segment.block))] for segment in pool._segments)
+    assert all(segment.parts.free == [(0, segment.room)] for segment in pool._segments)
 
 
 @pytest.mark.second_tier
@@ -116,129 +113,70 @@ def test_it_is_pinned_by_torch(device: torch.device) -> None:
     assert not pool.refused
 
 
+class Refusing(host._Segment):
+    """The system locks at most ``most`` bytes at once."""
+
+    most = 0
+
+    def __init__(self, room: int, pin: bool) -> None:
+        if pin and room > self.most:
+            raise RuntimeError("refused")
+        super().__init__(room, False)
+        self.pinned = pin
+
+
 def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a limit on locked memory; said once."""
-    monkeypatch.setattr(pools, "pinned_block", lambda device, room: None)
+    """As by a limit on locked memory; said once. Later memory is page-locked again, and what is idle is freed."""
+    monkeypatch.setattr(host, "_Segment", Refusing)
     pool = PinnedPool(CPU)
-    with pytest.warns(UserWarning, match=r"(?s)the host waits.*limit=.*ulimit -l"):
+    with pytest.warns(UserWarning, match=r"(?s)the driver or the system refused.*the host waits.*limit=.*ulimit -l"):
         first = tensor(pool, 100)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        second = tensor(pool, 100)
+        second = tensor(pool, 30 << 20)
     first.fill_(1), second.fill_(2)
-    assert (int(first.sum()), int(second.sum())) == (100, 200)
-
-
-def test_it_is_asked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordinary memory that was taken meanwhile is freed when it is idle and the rest is page-locked again."""
-    locks = False
-
-    def pinned_block(device: torch.device, room: int) -> pools.Block | None:
-        block = pools.mapped_block(room)
-        block.pinned = locks
-        return block if locks else None
-
-    monkeypatch.setattr(pools, "pinned_block", pinned_block)
-    monkeypatch.setattr(pools, "_PATIENCE", 60.0)
-    pool = PinnedPool(CPU)
-    with pytest.warns(UserWarning, match="the driver or the system refused"):
-        first = tensor(pool, 40 * KiB)
-    locks = True
-    second = tensor(pool, 40 * KiB)
-    assert pool.refused  # it was not asked again so soon
-    pool._ask_again = 0.0
-    third = tensor(pool, 40 * KiB)
+    assert (int(first.sum()), int(second[:100].sum())) == (100, 200)
+    assert pool.refused
+    monkeypatch.setattr(Refusing, "most", 1 << 40)
+    del first, second
+    third = tensor(pool, 60 << 20)
     assert not pool.refused
-    assert [segment.block.pinned for segment in pool._segments] == [False, True]
-    del first, second, third
-    tensor(pool, 30 << 20)
-    assert all(segment.block.pinned for segment in pool._segments)
+    assert all(segment.pinned for segment in pool._segments)
+    assert third.nbytes == 60 << 20
 
 
 def test_less_is_locked_if_not_so_much_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pinned_block(device: torch.device, room: int) -> pools.Block | None:
-        return pools.mapped_block(room) if room < 1 << 20 else None
-
-    monkeypatch.setattr(pools, "pinned_block", pinned_block)
+    monkeypatch.setattr(host, "_Segment", Refusing)
+    monkeypatch.setattr(Refusing, "most", 1 << 20)
     pool = PinnedPool(CPU)
     each = tensor(pool, 40 * KiB)
     assert not pool.refused
-    assert pool.held == 40 * KiB
+    assert pool.held == (64 - 4) * KiB
     del each
-
-
-def test_an_interrupt_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = PinnedPool(CPU, pin=False)
-    each = tensor(pool, 40 * KiB)
-    with monkeypatch.context() as patch:
-        patch.setattr(pools, "lease_type", _raise_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tensor(pool, 80 * KiB)
-    assert pool.in_use == 40 * KiB
-    with monkeypatch.context() as patch:
-        patch.setattr(Extents, "give", _raise_interrupt)
-        del each
-        with pytest.raises(KeyboardInterrupt):
-            pool.clear()
-    assert pool.in_use == 0
-
-
-def _raise_interrupt(*args: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("8000000\n")
     (tmp_path / "memory.current").write_text("6500000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500000\nother 3\n")
-    container = pools.container_memory(str(tmp_path))
+    container = host.container_memory(str(tmp_path))
     assert container == (2_000_000, 8_000_000, "this container")
-    find = pools.container_memory
-    monkeypatch.setattr(pools, "container_memory", lambda: container)
-    assert pools.too_little_left(900_000) == ""
-    assert "this container" in pools.too_little_left(1_100_000)
+    find = host.container_memory
+    monkeypatch.setattr(host, "container_memory", lambda: container)
+    assert host.too_little_left(900_000) == ""
+    assert "this container" in host.too_little_left(1_100_000)
     (tmp_path / "memory.max").write_text("max\n")
     assert find(str(tmp_path)) is None
     monkeypatch.undo()
-    assert "this node" in pools.too_little_left(1 << 60)
-
-
-def test_a_block_is_unpinned_before_it_is_unmapped() -> None:
-    freed = []
-    block = pools.mapped_block(64 * KiB)
-    address = block.address
-
-    def unpin(address: int) -> None:
-        freed.append((address, ctypes.string_at(address, 1)))
-
-    block._unpin = unpin
-    del block
-    gc.collect()
-    assert freed == [(address, b"\x00")]
-
-
-def test_a_child_leaves_it_alone() -> None:
-    """It may have something else at the address by then."""
-    freed: list[int] = []
-    block = pools.mapped_block(64 * KiB)
-    block._unpin = freed.append
-    address = block.address
-    child = os.fork()
-    if not child:
-        del block
-        gc.collect()
-        same = ctypes.string_at(address, 1) == b"\x00"  # still mapped
-        os._exit(0 if same and not freed else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert "this node" in host.too_little_left(1 << 60)
 
 
 def test_a_child_begins_with_an_empty_pool() -> None:
-    pool = PinnedPool(CPU, pin=False)
+    pool = pool_of(CPU, False)
     each = tensor(pool, 64 * KiB)
-    address = each.data_ptr()
     child = os.fork()
     if not child:
-        del each
-        other = tensor(pool, 64 * KiB)
-        os._exit(0 if other.data_ptr() != address and pool.in_use == 64 * KiB else 1)
+        mine = pool_of(CPU, False)
+        other = tensor(mine, 64 * KiB)
+        os._exit(0 if mine is not pool and mine.in_use == other.nbytes == each.nbytes else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -74,12 +74,6 @@ def test_without_a_limit_everything_stays() -> None:
     assert (plan.back, places(plan)) == ((), [0, 0])
 
 
-def test_a_group_that_another_plan_has_cut_goes_to_the_furthest_place_of_its_entries() -> None:
-    plan = make_plan([10] * 6, [20, 20, None], group=20)
-    assert [plan.place_of(0, 5), plan.place_of(3, 5), plan.place_of(4, 5), plan.place_of(5, 9)] == [2, 1, 0, 0]
-    assert plan.place_of(6, 9) == 0, "entries behind the end of its tape"
-
-
 # -- the prediction
 
 
