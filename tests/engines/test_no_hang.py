@@ -113,7 +113,9 @@ except ArithmeticError:
 """
 
 
-@pytest.mark.parametrize(("how", "engine"), [("dies", "ddp"), ("dies", "fsdp2"), ("stays", "ddp")])
+@pytest.mark.parametrize(
+    ("how", "engine"), [("dies", "ddp"), ("dies", "fsdp2"), pytest.param("stays", "ddp", marks=pytest.mark.full_tier)]
+)
 def test_a_rule_that_raises_on_one_rank_ends_the_others(how: str, engine: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", FAILS]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 FULL = pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set")
 
 
-@pytest.mark.full_tier(name=("fsdp1", "zero1", "zero2"))
+@pytest.mark.full_tier(name=("ddp", "fsdp1", "zero1", "zero2"))
 @pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"])
 def test_accelerate_launch(tmp_path: pathlib.Path, name: str) -> None:
     pytest.importorskip("accelerate")

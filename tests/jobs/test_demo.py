@@ -121,6 +121,7 @@ def test_gradients_are_clipped_and_logged(demo: Any, engine: str) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier
 def test_plain_is_one_process_under_any_launcher(tmp_path: pathlib.Path) -> None:
     done = launch("demo/train.py", "--tiny", "--engine", "plain", "--run", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -128,6 +129,7 @@ def test_plain_is_one_process_under_any_launcher(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier
 def test_a_failing_rank_is_named(tmp_path: pathlib.Path) -> None:
     done = launch("demo/train.py", "--tiny", "--run", str(tmp_path / "file" / "x"), NPROC="1")
     assert done.returncode == 0

@@ -35,7 +35,7 @@ def test_it_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(str(path), run_name="__main__")
 
 
-@pytest.mark.full_tier(path=tuple(EXAMPLES[17::6]))
+@pytest.mark.full_tier(path=tuple(EXAMPLES[11::6]))
 @pytest.mark.parametrize("path", EXAMPLES[5::6], ids=lambda path: path.stem)
 def test_it_runs_as_a_process_from_anywhere(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)

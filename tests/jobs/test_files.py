@@ -162,6 +162,7 @@ def test_skypilots_script_gives_multinode_what_it_needs(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier
 def test_the_trainjobs_command_trains_with_the_variables_of_a_runtime(tmp_path: pathlib.Path) -> None:
     """The container's command as one pod of one, with what Kubeflow's torch runtime sets; /runs is runs/ here."""
     trainer = _read(LAUNCH / "kubernetes" / "trainjob.yaml")["spec"]["trainer"]

@@ -14,6 +14,7 @@ from tests.support.jobs.folder import as_the_truth, command, folder
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.full_tier
 def test_a_script_as_it_is(tmp_path: pathlib.Path) -> None:
     with folder(tmp_path) as made:
         assert "rank 1 of 2" in made.succeed(command("local.sh", "launch/train.py --engine ddp"))

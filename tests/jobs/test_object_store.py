@@ -78,6 +78,7 @@ def test_nothing_is_left_of_a_training(url: str) -> None:
     assert store.report()[0].held == 0
 
 
+@pytest.mark.full_tier(url=("memory",))
 def test_objects_of_a_process_go_with_it(url: str) -> None:
     backend = Objects(url)
     backend.write(memoryview(b"x"))

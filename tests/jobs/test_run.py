@@ -136,6 +136,7 @@ def test_launch_accelerate_with_a_section(
     assert not list((tmp_path / "tmp").glob("disthooks-*"))  # the temporary files lived as long as the job
 
 
+@pytest.mark.full_tier
 def test_launch_deepspeed(truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path) -> None:
     options = ["--num_gpus", 2, "--master_port", 29600 + os.getpid() % 300]
     command = [*LAUNCH, "deepspeed", *options, TRAIN, "--engine", "deepspeed", "--run", "x"]
