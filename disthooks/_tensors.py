@@ -15,13 +15,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError, UsageError
@@ -374,3 +377,33 @@ def words_of(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
     dtype = torch.uint8 if nbytes % 8 else torch.int64
     row = torch.empty(0, dtype=dtype, device=storage.device)
     return row.set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
+
+
+def floats_of(value: object) -> list[torch.Tensor]:
+    """The tensors with floating-point elements in a module's input or output, the local part of a DTensor.
+
+    They are found in tuples, lists, dicts, dataclasses and in every container that torch's pytree knows.
+    """
+    if isinstance(value, torch.Tensor):
+        part = local_part(value)
+        return [part] if part.is_floating_point() or part.is_complex() else []
+    # The usual containers need no pytree, which takes longer than looking at a small tensor.
+    inside: Iterable[object]
+    if isinstance(value, (tuple, list)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif value is None or isinstance(value, (int, float, str)):
+        inside = ()
+    else:
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:  # pytree knows this container
+            inside = leaves
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        else:
+            inside = ()
+    found: list[torch.Tensor] = []
+    for inner in inside:
+        found += floats_of(inner)
+    return found

@@ -142,7 +142,7 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     figures: dict[str, dict[str, Any]] = {"number": {}, "count": {}, "total": {}, "label": {}}
     for name in names:
         kind = meaning(name)
-        if kind in figures and "/param/" not in name and name not in ("run", "restart", "optimizer"):
+        if kind in figures and "/param/" not in name and name not in ("run", "restart", "optimizer", "param", "module"):
             # The peak of a record is that of an earlier step, if steps are not logged.
             of = [record.get(f"{name}_step", record["step"]) for record in kept]
             found = _figures(kind, [_value(record, name) for record in kept], of)
@@ -166,7 +166,8 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "counts": figures["count"],
         "totals": figures["total"],
         "labels": figures["label"],
-        "single": sum("/param/" in name for name in names),
+        "single": sum("/param/" in name for name in names)
+        + sum(len(column) for of in ("param", "module") for column in (kept[-1].get(of) or {}).values()),
         "nonfinite": _not_finite(kept),
     }
     return told | {"verdict": verdict(told, kept)}

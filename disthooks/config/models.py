@@ -41,6 +41,10 @@ class _Watchers(_Strict):
     )
 
 
+#: The statistics of `stats.standard()` or of `stats.full()`.
+Bundle = Literal["standard", "full"]
+
+
 class Watch(_Watchers):
     """What happens to gradients before the optimizer steps; the arguments of disthooks.gradients."""
 
@@ -49,8 +53,10 @@ class Watch(_Watchers):
         {}, description="Names of groups of parameters, and the patterns of each."
     )
     rules: list[Entry] = Field([], description="Applied to the gradients in this order.")
-    stats: Literal["standard"] | list[Literal["standard"] | Entry] = Field(
-        [], description="What is measured in logged steps; the word standard is what one reading of them gives."
+    stats: Bundle | list[Bundle | Entry] = Field(
+        [],
+        description="What is measured in logged steps; the word standard is what one reading of the gradients gives, "
+        "and full is what disthooks report draws.",
     )
     sinks: list[Entry] = Field([], description="Where it is logged, on the first rank.")
 

@@ -141,7 +141,7 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
     if noun and error["type"] in ("dict_type", "list_type", "literal_error"):
         entry = "{kind: Recompute} or null" if noun == "recompute" else "{kind: Name, ...}"
         needed = f"a list of {entry}" if str(path[-1]).endswith("s") else entry
-        needed = f"'standard' or {needed}" if noun == "stat" else needed
+        needed = f"'standard', 'full' or {needed}" if noun == "stat" else needed
         return source.say(path, f": {needed} is needed, got {_shown(value)}{_meant(path, value, noun)}")
     union = _UNIONS.get(path[-1]) if path else None
     if union and error["type"] in ("string_type", "int_type", "list_type"):
@@ -174,9 +174,10 @@ def _meant(path: Path, value: Any, noun: str) -> str:
     if written:
         return f"; write [{written}]" if str(path[-1]).endswith("s") else f"; write {written}"
     if isinstance(value, str):
-        close = nearest(value, [*kind_names(noun), *(["standard"] if noun == "stat" else [])])
-        meant = f"{{kind: {close}}}" if close != "standard" else repr(close)
-        listed = str(path[-1]).endswith("s") and close != "standard"
+        bundles = ("standard", "full") if noun == "stat" else ()
+        close = nearest(value, [*kind_names(noun), *bundles])
+        meant = repr(close) if close in bundles else f"{{kind: {close}}}"
+        listed = str(path[-1]).endswith("s") and close not in bundles
         if close:
             return f"; did you mean {f'[{meant}]' if listed else meant}?"
     elif noun_of(value):  # the configuration is a dict of the script, with an object such as OnCpu() in it
@@ -257,9 +258,9 @@ def _watches(watch: Mapping[str, Any], builder: Builder, source: Source) -> dict
     watches: dict[str, Any] = {"every": watch["every"], "groups": watch["groups"]}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
         watches[key] = []
-        for i, entry in enumerate(["standard"] if watch[key] == "standard" else watch[key]):
-            if entry == "standard":
-                watches[key] += [_spec_returning(stat, source, ("watch", key)) for stat in stats.standard()]
+        for i, entry in enumerate([watch[key]] if isinstance(watch[key], str) else watch[key]):
+            if isinstance(entry, str):
+                watches[key] += [_spec_returning(stat, source, ("watch", key)) for stat in getattr(stats, entry)()]
             else:
                 watches[key].append(builder.spec(entry, noun, ("watch", key, i)))
     if not watches["rules"] and not watches["stats"]:

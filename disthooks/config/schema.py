@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 from disthooks._registry import NOUNS, Kind, base_of, kind_names, near, other_kinds, own_kinds
-from disthooks.config.models import SIZE, Hooks
+from disthooks.config.models import SIZE, Bundle, Hooks
 from disthooks.config.source import Path
 
 FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
@@ -311,7 +311,7 @@ def _name_kinds(found: dict[str, Any]) -> None:
     save["store"] = {**_ref("store"), "description": save["store"]["description"]}
     for key, noun in (("rules", "rule"), ("sinks", "sink")):
         watch[key]["items"] = _ref(noun)
-    standard = {"const": "standard"}
+    standard = {"enum": list(typing.get_args(Bundle))}
     several = {"type": "array", "items": {"anyOf": [standard, _ref("stat")]}}
     found["anyOf"] = [{"required": [key]} for key in ("save", "watch", "blame", "check_replicas")]
     found["$defs"]["Watch"]["anyOf"] = [{"required": ["rules"]}, {"required": ["stats"]}]

@@ -35,12 +35,14 @@ from disthooks.engines.when_final import before_clipping
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
+from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
 from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
 from disthooks.grads.records import Reading, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule, as_rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink, as_also_logged
 from disthooks.grads.stats.base import Stat, State
+from disthooks.grads.stats.forward import needs_of
 from disthooks.grads.step import StepChecks, StepRunner
 
 
@@ -124,7 +126,7 @@ def gradients(
     config = GradientsConfig(
         chosen, watched, targets, every, named, [as_also_logged(it) for it in _listed("also", also)], scaler
     )
-    return _attach(engine, engine.inner_optimizer(optimizer), config)
+    return _attach(engine, model, engine.inner_optimizer(optimizer), config)
 
 
 def _listed(what: str, given: Any) -> Iterable[Any]:
@@ -157,7 +159,7 @@ class GradientsConfig:
     scaler: Any = None
 
 
-def _attach(engine: Engine, optimizer: Any, config: GradientsConfig) -> Gradients:
+def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsConfig) -> Gradients:
     """Find what every step needs, once; agree with the other ranks; then put the hooks on."""
     local = [rule for rule in config.rules if _is_local(rule)]
     final = [rule for rule in config.rules if not _is_local(rule)]
@@ -171,7 +173,8 @@ def _attach(engine: Engine, optimizer: Any, config: GradientsConfig) -> Gradient
                 "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
                 "before the engine takes the model"
             )
-    plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards))
+    forward_hooks = ForwardHooks(engine.model, model, needs_of(config.stats))
+    plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards), forward_hooks.names)
     for i, stat in enumerate(config.stats):
         if stat.alone and any(type(other) is type(stat) for other in config.stats[:i]):
             raise UsageError(f"two {type(stat).__name__} would write the same names into the log: give one")
@@ -183,7 +186,7 @@ def _attach(engine: Engine, optimizer: Any, config: GradientsConfig) -> Gradient
     local_hooks = LocalGradientHooks(engine, indices, needs, local_rules)
     group = collectives.group_of(engine.ranks)
     device = collectives.device_for(group, shards[0].parameter.device)
-    runner = StepRunner(engine, plan, local_hooks, config.scaler, group, device)
+    runner = StepRunner(engine, plan, local_hooks, forward_hooks, config.scaler, group, device)
     counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
     checks = StepChecks(engine, optimizer, parameters, counts, has_rules=bool(plan.rules))
     records = StepRecords(plan, stats, engine.ranks)
@@ -210,14 +213,17 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
         "rules": [describe(rule) for rule in config.rules],
         "stats": [describe(stat) for stat in config.stats],
     }
+    names = [shard.name for shard in runner.plan.shards]
     try:
-        writer.open(config.sinks if engine.position == 0 else (), about)
+        named = {"param": names, "module": runner.plan.modules}
+        writer.open(config.sinks if engine.position == 0 else (), about, named)
     except Exception as error:
         failure = error
-    names = [shard.name for shard in runner.plan.shards]
     scopes = [bound.indices for bound in runner.plan.rules], [sorted(s) for s in runner.local_hooks.rules.scopes]
     asked = f"every={config.every}, rules={describe(config.rules)}, stats={describe(config.stats)}"
-    mine = f"{asked}, groups={runner.plan.groups}, for the parameters {scopes} of {names}"
+    mine = (
+        f"{asked}, groups={runner.plan.groups}, for the parameters {scopes} of {names}, modules {runner.plan.modules}"
+    )
     has_failed, is_alike = collectives.agree(runner.group, runner.device, failure is not None, mine)
     if not has_failed and is_alike:
         return writer
@@ -283,13 +289,14 @@ class Gradients(Attachment):
         self.nonfinite_steps = 0
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
+        self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
         self._heir: Callable[[UnwrittenRecords], object] | None = None
         self.on_remove(writer.close)  # given first, so called last: after the last flush
         engine, optimizer, plan = checks.engine, checks.optimizer, runner.plan
         try:
-            for handle in runner.local_hooks.attach():
+            for handle in [*runner.local_hooks.attach(), *runner.forward_hooks.attach()]:
                 self.on_remove(handle.remove)
             if engine.trains_alone and has_several_ranks():
                 self.on_remove(engine.model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
@@ -298,7 +305,7 @@ class Gradients(Attachment):
             on_repeat: OnRepeat = "refuse" if plan.rules else "first"
             self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
             self.on_remove(before_clipping(self._before_clipping).remove)
-            if plan.after.uses:
+            if plan.after.uses or runner.forward_hooks.has_times:
                 self.on_remove(engine.after_step(optimizer, self._after_step).remove)
             self.on_remove(self.flush)
             self.on_remove(functools.partial(setattr, self, "_heir", None))
@@ -323,6 +330,17 @@ class Gradients(Attachment):
         """
         self._checks.engine.begin_step(self._checks.optimizer, scaler)
 
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """Hand in the loss of a micro-batch, on every rank, for :class:`disthooks.stats.Loss`. Nothing waits for it.
+
+        Args:
+            loss: a number, or a tensor of one element, on any device.
+
+        Raises:
+            UsageError: when it is no single number.
+        """
+        self._runner.forward_hooks.note_loss(loss)
+
     def _before_clipping(
         self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]
     ) -> None:
@@ -341,6 +359,7 @@ class Gradients(Attachment):
         self._checks.before_step(optimizer, self.steps)
         if self._checks.is_left_to_ranks():
             self._runner.local_hooks.take()
+            self._runner.forward_hooks.take(self._runner.device, is_logged=False)
             self._begin_next_step()
             return None
         if self._records.has_pending:
@@ -348,13 +367,14 @@ class Gradients(Attachment):
         else:
             self._publish(self._records.read(wait=False))
         is_logged = self._is_logged()
+        self._settings = self._largest_settings() if is_logged else {}
         result = self._runner.run(self.steps, is_logged, reuse_copies=self._config.every == 1)
         if result.excluded:
             exclude_from_step(optimizer, [shard.parameter for shard in result.excluded])
         decision = result.skip()
         self._records.watch(self.steps, result.merged, decision, is_logged)
         if is_logged and not self._runner.plan.after.uses and (self._config.stats or result.log):
-            self._records.start(self.steps, result.merged, result.log)
+            self._records.start(self.steps, result.merged, result.log, self._settings)
         self._begin_next_step()
         return decision
 
@@ -362,11 +382,28 @@ class Gradients(Attachment):
     def _after_step(self) -> None:
         result = self._runner.after_update()
         if result is not None:
-            self._records.start(self.steps - 1, result.merged, result.log)
+            self._records.start(self.steps - 1, result.merged, result.log, self._settings)
+        self._runner.forward_hooks.end_step()
+
+    def _largest_settings(self) -> dict[str, float]:
+        """The optimizer's settings that a statistic asks for, the largest of its parameter groups."""
+        found: dict[str, float] = {}
+        for name in sorted({name for stat in self._config.stats for name in stat.settings}):
+            given = [group[name] for group in self._checks.optimizer.param_groups if name in group]
+            # A setting in a tensor on a device would make the host wait.
+            known = [float(each) for each in given if not isinstance(each, torch.Tensor) or each.is_cpu]
+            if known:
+                found[name] = max(known)
+        return found
 
     def _begin_next_step(self) -> None:
         self.steps += 1
-        self._runner.local_hooks.begin(self.steps, self._is_logged())
+        self._begin_hooks()
+
+    def _begin_hooks(self) -> None:
+        is_logged = self._is_logged()
+        self._runner.local_hooks.begin(self.steps, is_logged)
+        self._runner.forward_hooks.begin(is_logged)
 
     def _is_logged(self) -> bool:
         """Whether the step that is made next is to be logged."""
@@ -383,7 +420,7 @@ class Gradients(Attachment):
             when: called once for each step, before its backward; it must return the same on every rank.
         """
         self._log_when.append(when)
-        self._runner.local_hooks.begin(self.steps, self._is_logged())
+        self._begin_hooks()
 
     def log_to(self, sink: Sink) -> None:
         """Give the records to ``sink`` too, on the first rank; the attachment does not call its ``close()``."""
@@ -529,7 +566,7 @@ class Gradients(Attachment):
             _check_states(part, mine[part], state.get(part, []))
         self._checks.counts.loaded()
         self.steps = int(state["steps"])
-        self._runner.local_hooks.begin(self.steps, self._is_logged())
+        self._begin_hooks()
         for part, states in self._states().items():
             for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
                 for name, value in found.items():

@@ -13,7 +13,7 @@ optimizer will use (step.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ UNCAPTURED = (
     "their reduction (rules at='local', statistics of ranks: NonFinite, NoiseScale); or remove() the hooks first"
 )
 _NO_STATS = LocalStats()
+_TIME: frozenset[LocalFact] = frozenset({"time"})
 
 
 class LocalNeeds(NamedTuple):
@@ -128,6 +129,7 @@ class LocalGradientHooks:
 
     Attributes:
         rules: the rules at "local".
+        on_gradient: called when a hook has a gradient; None for nobody.
         has_rules: whether a rule changes gradients before their reduction.
         is_used: whether a rule or a statistic needs gradients before their reduction.
     """
@@ -140,6 +142,7 @@ class LocalGradientHooks:
         self._last_backward: dict[int, int] = {}
         self._no_stats = [_NO_STATS] * len(indices)
         self._has_stats = bool(needs.logged | needs.always)
+        self.on_gradient: Callable[[], None] | None = None
         self.has_rules = bool(rules.scopes)
         self.is_used = self.has_rules or self._has_stats
 
@@ -163,6 +166,8 @@ class LocalGradientHooks:
         return [stats.get(index, _NO_STATS) for index in self._indices]
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        if self.on_gradient is not None:
+            self.on_gradient()
         if grad.is_cuda:
             if not self._is_required and capturing():
                 return None
@@ -175,7 +180,7 @@ class LocalGradientHooks:
                 )
             return None
         facts = self._needs.logged | self._needs.always if self._is_logged else self._needs.always
-        if facts:
+        if facts - _TIME:
             self._look(index, local_part(grad.detach()), facts)
         return self.rules.rewrite(index, grad) if self.rules.scopes else None
 

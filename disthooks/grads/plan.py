@@ -49,18 +49,23 @@ class VectorLayout:
         uses: for each measure its parameters, as indices into ``shards``.
         shards: all parameters.
         scopes: for each scope its parameters, as indices into ``shards``.
+        modules: how many modules there are whose outputs are read.
     """
 
     uses: Mapping[Measure, tuple[int, ...]]
     shards: Sequence[Shard]
     scopes: Sequence[Sequence[int]] = ()
+    modules: int = 0
 
     @functools.cached_property
     def sizes(self) -> dict[Measure, list[int]]:
-        """How many numbers each measure has for each of its scopes, and then for each of its parameters."""
+        """How many numbers each measure has for each of its scopes, and then for each of its parameters or modules."""
         # Computed once: with thousands of parameters, asking each one in every step takes longer than measuring it.
         found = {}
         for measure, indices in self.uses.items():
+            if measure.per in ("module", "step"):
+                found[measure] = [measure.width(None)] * (self.modules if measure.per == "module" else 1)
+                continue
             scopes = [measure.width(None)] * len(self.scopes) if measure.per != "parameter" else []
             each = [measure.width(self.shards[i]) for i in indices] if measure.per != "scope" else []
             found[measure] = scopes + each
@@ -165,6 +170,7 @@ class StepPlan:
         stats: the statistics.
         shards: the parameters that the optimizer updates.
         groups: for each named group of parameters their indices into ``shards``.
+        modules: the names of the modules whose outputs are read.
 
     Raises:
         MatchError: when a rule is for no parameter.
@@ -173,6 +179,7 @@ class StepPlan:
     Attributes:
         shards: the parameters that the optimizer updates.
         groups: for each named group its parameters, as indices into ``shards``.
+        modules: the names of the modules whose outputs are read.
         scopes: the indices of all parameters, and then those of each group.
         rounds: the rounds before the update.
         after: the measures of a logged step after the update.
@@ -186,8 +193,9 @@ class StepPlan:
         stats: Sequence[Stat],
         shards: Sequence[Shard],
         groups: Mapping[str, Sequence[int]] | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
-        self.shards, self.groups = shards, groups or {}
+        self.shards, self.groups, self.modules = shards, groups or {}, modules
         everything = tuple(range(len(shards)))
         self.scopes = [everything, *self.groups.values()]
         logged = [(measure, everything) for stat in stats for measure in stat.measures()]
@@ -210,7 +218,8 @@ class StepPlan:
         union: dict[Measure, set[int]] = {}
         for measure, indices in uses:
             union.setdefault(measure, set()).update(indices)
-        return VectorLayout({m: tuple(sorted(indices)) for m, indices in union.items()}, self.shards, self.scopes)
+        sorted_uses = {measure: tuple(sorted(indices)) for measure, indices in union.items()}
+        return VectorLayout(sorted_uses, self.shards, self.scopes, len(self.modules))
 
 
 def split_into_rounds(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRule]]:

@@ -100,17 +100,23 @@ class PendingRecord(NamedTuple):
     Attributes:
         step: the number of the step.
         names: the names of the numbers that rules logged.
+        settings: the optimizer's settings in this step, by name.
         copy: the merged vectors of each round, then those measured after the update, then the rules' numbers in one.
     """
 
     step: int
     names: Sequence[str]
+    settings: Mapping[str, float]
     copy: HostCopy
 
     @staticmethod
-    def of(step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> PendingRecord:
+    def of(
+        step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor], settings: Mapping[str, float]
+    ) -> PendingRecord:
         numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
-        return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
+        return PendingRecord(
+            step, list(log), settings, HostCopy([*(vector for pair in merged for vector in pair), numbers])
+        )
 
     def read(self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
         """Make the record of the step; each statistic changes the state that it keeps from step to step."""
@@ -126,10 +132,10 @@ class PendingRecord(NamedTuple):
         for layout, vector_pair in measured:
             values = layout.unpack(vector_pair)
             rows |= {m: values[m].view(len(layout.sizes[m]), -1) for m in layout.uses if m in wanted}
-        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks)
+        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks, plan.modules)
         for stat, state in stats:
             record |= stat.record(found, state)
-        return record
+        return record | dict(self.settings)
 
 
 class NonFiniteStep(NamedTuple):
@@ -359,9 +365,15 @@ class StepRecords:
         """Start copying the numbers that are read of every step."""
         self._watched.watch(step, merged, decision, is_logged)
 
-    def start(self, step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> None:
+    def start(
+        self,
+        step: int,
+        merged: Sequence[Vectors],
+        log: Mapping[str, torch.Tensor],
+        settings: Mapping[str, float],
+    ) -> None:
         """Start copying the numbers of a logged step."""
-        self._pending = PendingRecord.of(step, merged, log)
+        self._pending = PendingRecord.of(step, merged, log, settings)
 
     def read(self, wait: bool) -> Reading:
         """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""

@@ -32,6 +32,7 @@ from disthooks.engines.detect import refuse_reduced, refuse_replicate
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
+from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks
 from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.records import DeferredError, DeferredErrors
@@ -155,6 +156,7 @@ class StepRunner:
     Attributes:
         plan: the plan.
         local_hooks: the hooks on this rank's own gradients, whose numbers are merged in the first round.
+        forward_hooks: the hooks on modules, whose numbers are merged in the first round of a logged step.
         group: the process group of the collectives; None for one rank alone.
         device: where numbers are merged.
         states: the state of each rule, in the order of the rules.
@@ -165,11 +167,15 @@ class StepRunner:
         engine: Engine,
         plan: StepPlan,
         local_hooks: LocalGradientHooks,
+        forward_hooks: ForwardHooks,
         scaler: Any,
         group: Any,
         device: torch.device,
     ) -> None:
-        self.plan, self.local_hooks, self.group, self.device = plan, local_hooks, group, device
+        self.plan, self.local_hooks, self.forward_hooks = plan, local_hooks, forward_hooks
+        self.group, self.device = group, device
+        if forward_hooks.has_times:
+            local_hooks.on_gradient = forward_hooks.saw_gradient
         self.states: list[State] = [
             bound.rule.start([plan.shards[i] for i in bound.indices], device) for bound in plan.rules
         ]
@@ -233,10 +239,10 @@ class StepRunner:
 
     def _run_rounds(self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool) -> StepResult:
         result, states, shards = StepResult(), iter(self.states), self.plan.shards
-        local_stats = self.local_hooks.take()
+        local_stats, forward = self.local_hooks.take(), self.forward_hooks.take(self.device, is_logged)
         for part in self.plan.rounds:
             layout = part.layout(is_logged)
-            inputs = self._inputs(grads)._replace(local_stats=local_stats, scale=local_scale)
+            inputs = self._inputs(grads)._replace(local_stats=local_stats, scale=local_scale, forward=forward)
             merged = collectives.reduce(self.group, layout.pack(inputs))
             values = layout.unpack(merged)
             result.merged.append(merged)

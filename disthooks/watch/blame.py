@@ -40,12 +40,13 @@ from disthooks._handles import Attachment, UncopiedHook, first_names, weak_metho
 from disthooks._locks import new_lock
 from disthooks._match import is_of_class, unwrap_engine
 from disthooks._ranks import global_rank, world_ranks
+from disthooks._tensors import floats_of
 from disthooks._torch import being_traced, in_backward, in_transform
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.grads import collectives
 from disthooks.watch.features import choose_modules, display_name
-from disthooks.watch.finite import FiniteFlags, FirstNonFinite, ModuleCall, floats_of, made_or_passed_on
+from disthooks.watch.finite import FiniteFlags, FirstNonFinite, ModuleCall, made_or_passed_on
 
 _BYTES = 128  # the length of each text that is sent to other ranks; a multiple of 8
 _LOW = (1 << 32) - 1

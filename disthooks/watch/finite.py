@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._locks import new_lock
-from disthooks._tensors import local_part
 from disthooks.watch.features import version_of
 
 # [Note: masks]
@@ -34,36 +31,6 @@ from disthooks.watch.features import version_of
 # (decision 51).
 
 _FEW = 256  # calls whose flags are put together at a time; see [Note: calls are compared on the device]
-
-
-def floats_of(value: object) -> list[torch.Tensor]:
-    """The tensors with floating-point elements in a module's input or output, the local part of a DTensor.
-
-    They are found in tuples, lists, dicts, dataclasses and in every container that torch's pytree knows.
-    """
-    if isinstance(value, torch.Tensor):
-        part = local_part(value)
-        return [part] if part.is_floating_point() or part.is_complex() else []
-    # The usual containers need no pytree, which takes longer than looking at a small tensor.
-    inside: Iterable[object]
-    if isinstance(value, (tuple, list)):
-        inside = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif value is None or isinstance(value, (int, float, str)):
-        inside = ()
-    else:
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:  # pytree knows this container
-            inside = leaves
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-        else:
-            inside = ()
-    found: list[torch.Tensor] = []
-    for inner in inside:
-        found += floats_of(inner)
-    return found
 
 
 @torch.no_grad()

@@ -247,9 +247,12 @@ class OpenSink:
     Attributes:
         about: what is attached, in plain values: engine, number of ranks, rules and statistics. Empty if the sink was
             opened by hand.
+        names: the names of the parameters ("param") and of the modules ("module") that records have numbers of, in the
+            order of the model. Empty if the sink was opened by hand.
     """
 
     about: Mapping[str, Any] = _NOTHING
+    names: Mapping[str, Sequence[str]] = _NOTHING
 
     def __init__(self, sink: object) -> None:
         self._named = repr(sink)
@@ -282,8 +285,13 @@ class RecordWriter:
         self._opened: list[Sink] = []
         self._also = list(also)
 
-    def open(self, sinks: Iterable[Sink], about: Mapping[str, Any] = _NOTHING) -> None:
-        """Open each of ``sinks``, with ``about`` as :attr:`OpenSink.about`.
+    def open(
+        self,
+        sinks: Iterable[Sink],
+        about: Mapping[str, Any] = _NOTHING,
+        names: Mapping[str, Sequence[str]] = _NOTHING,
+    ) -> None:
+        """Open each of ``sinks``, with ``about`` and ``names`` as its attributes.
 
         If one raises, close those that are open and raise its error.
         """
@@ -291,7 +299,7 @@ class RecordWriter:
             for sink in sinks:
                 made = getattr(sink, "open", lambda: None)()
                 if isinstance(made, OpenSink):
-                    made.about = about
+                    made.about, made.names = about, names
                 self._opened.append(made if isinstance(made, OpenSink) else sink)
         except BaseException:
             self.close()

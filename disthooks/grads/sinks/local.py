@@ -6,6 +6,15 @@
 # Otherwise it is made of the time when the launcher, or this process if there is none, was started, and of the number
 # of that process. A second training in one process, after the first one was detached, is a run of its own: its name
 # ends in `.1`.
+#
+# [Note: columns]
+# A model of 200 parameters has thousands of numbers in a step, and their names would be most of the file. So the first
+# line of an attachment has the names of all parameters and modules, and in each line the numbers of one statistic of
+# all parameters are one list, in the order of these names: "param": {"grad_norm": [...]}. They have seven digits, which
+# is what float32 has. The bins of a histogram are the same in every line, so the first line with a histogram has their
+# edges, and each has the places of the bins that are not empty: {"bins": [112, 113], "counts": [3, 1]}. A line that
+# stands for itself, of a sink that was opened by hand, has the names that the record has. "schema" in the first line's
+# "about" is the version of all this; it is 2, and version 1 had no columns.
 
 from __future__ import annotations
 
@@ -25,8 +34,10 @@ from disthooks._locks import new_lock
 from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.grads.sinks.base import OpenSink, is_empty, shown
+from disthooks.grads.stats.magnitudes import edges
 
 VARIABLE = "DISTHOOKS_RUN"
+SCHEMA = 2  # see [Note: columns]
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 _lock = new_lock()
@@ -85,7 +96,9 @@ class Jsonl:
     It is strict JSON: a number that is not finite is written as ``"nan"``, ``"inf"`` or ``"-inf"``. Each line also has
     ``run``, which tells the runs apart that write to one file (a process has one for each file), ``restart``, how
     often the launcher had restarted it, and ``time``, the seconds since 1970 when the line was written. The first line
-    of an attachment has ``about`` too: the engine, the number of ranks, the rules and the statistics.
+    of an attachment has ``about`` too: the engine, the number of ranks, the rules and the statistics; and ``names``, of
+    parameters and modules. The numbers of all parameters are one list for each statistic: ``"param": {"grad_norm":
+    [...]}``, in the order of ``names``.
 
     Args:
         path: of the file; the directories above it are made.
@@ -122,25 +135,97 @@ class Jsonl:
 
     def append(self, record: Mapping[str, Any], run: str) -> None:
         """Append one line of ``run``."""
-        whole = {**record, "run": run, "restart": restart(), "time": round(time.time(), 3)}
+        self._write(json.dumps(_strict(_whole(record, run)), allow_nan=False))
+
+    def _write(self, line: str) -> None:
+        """Append ``line``."""
         with pathlib.Path(self.path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_strict(whole), allow_nan=False) + "\n")
+            file.write(line + "\n")
 
 
 class Lines(OpenSink):
-    """The lines of one attachment in the file of a :class:`Jsonl`."""
+    """The lines of one attachment in the file of a :class:`Jsonl`. See [Note: columns]."""
 
     def __init__(self, sink: Jsonl) -> None:
         super().__init__(sink)
         self._sink, self._path = sink, os.path.abspath(sink.path)
         self._run = begin(self._path)
+        self._unwritten = {"about", "names", "edges"}  # each is in the first line that needs it
 
     def __call__(self, record: dict[str, Any]) -> None:
-        about, self.about = self.about, {}
-        self._sink.append({**record, "about": dict(about)} if about else record, self._run)
+        if not self.about:
+            self._sink.append(record, self._run)
+            return
+        scalars, columns = self._apart(record)
+        lists = [column for found in columns.values() for column in found.values()]
+        needed = {"about"} | ({"names"} if lists else set())
+        if any(
+            isinstance(value, dict) and "bins" in value for values in [scalars.values(), *lists] for value in values
+        ):
+            needed.add("edges")
+        head = {"about": {**self.about, "schema": SCHEMA}, "names": dict(self.names), "edges": edges().tolist()}
+        scalars |= {name: value for name, value in head.items() if name in needed & self._unwritten}
+        self._unwritten -= needed
+        text = json.dumps(_strict(_whole(scalars, self._run)), allow_nan=False)[:-1]
+        for of, found in columns.items():
+            inside = ", ".join(f"{json.dumps(name)}: {_column(column)}" for name, column in found.items())
+            text += f", {json.dumps(of)}: {{{inside}}}"
+        self._sink._write(text + "}")
 
     def close(self) -> None:
         end(self._path)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, dict[str, int]]:
+        """For "param" and "module" the place of each name."""
+        return {of: {name: place for place, name in enumerate(names)} for of, names in self.names.items()}
+
+    def _apart(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, list[Any]]]]:
+        """The numbers of the step, and the columns: for "param" and "module" a list for each statistic."""
+        scalars: dict[str, Any] = {}
+        columns: dict[str, dict[str, list[Any]]] = {}
+        for key, value in record.items():
+            of = "param" if "/param/" in key else "module" if "/module/" in key else ""
+            name, _, which = key.partition(f"/{of}/")
+            place = self._places[of].get(which) if of else None
+            if place is None:
+                scalars[key] = _without_edges(value)
+                continue
+            found = columns.setdefault(of, {})
+            if name not in found:
+                found[name] = [None] * len(self.names[of])
+            found[name][place] = _without_edges(value)
+        return scalars, columns
+
+
+def _whole(record: Mapping[str, Any], run: str) -> dict[str, Any]:
+    return {**record, "run": run, "restart": restart(), "time": round(time.time(), 3)}
+
+
+def _column(values: list[Any]) -> str:
+    try:
+        if all(map(math.isfinite, values)):
+            return f"[{','.join(map('{:.7g}'.format, values))}]"
+    except TypeError:  # there is a value that is no number
+        pass
+    rounded = [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
+    return json.dumps(_strict(rounded), allow_nan=False)
+
+
+@functools.cache
+def _bins() -> dict[float, int]:
+    return {edge: place for place, edge in enumerate(edges().tolist())}
+
+
+def _without_edges(value: Any) -> Any:
+    """A histogram whose edges are the bins of all histograms, without them; any other value itself."""
+    if not isinstance(value, dict) or value.keys() != {"edges", "counts"} or not value["counts"]:
+        return value
+    first = _bins().get(value["edges"][0])
+    if first is None:
+        return value
+    filled = [(first + place, count) for place, count in enumerate(value["counts"]) if count]
+    return {"bins": [place for place, _ in filled], "counts": [count for _, count in filled]}
 
 
 @register("sink", hidden=("print",))
@@ -163,7 +248,11 @@ class Console:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Print one line, without empty values and without values of single parameters."""
-        told = {name: value for name, value in record.items() if "/param/" not in name and not is_empty(value)}
+        told = {
+            name: value
+            for name, value in record.items()
+            if "/param/" not in name and "/module/" not in name and not is_empty(value)
+        }
         self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
 
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 from disthooks.grads.stats.across_ranks import Agreement, NoiseScale, Spread
 from disthooks.grads.stats.base import Found, Stat
 from disthooks.grads.stats.elements import Extremes, Histogram, Moments, Zeros
+from disthooks.grads.stats.forward import Activations, Loss, Times
 from disthooks.grads.stats.norms import MaxAbs, NonFinite, Norm
 from disthooks.grads.stats.updates import Updates, Weights
 
 __all__ = [
+    "Activations",
     "Agreement",
     "Extremes",
     "Found",
     "Histogram",
+    "Loss",
     "MaxAbs",
     "Moments",
     "NoiseScale",
@@ -21,6 +24,7 @@ __all__ = [
     "Norm",
     "Spread",
     "Stat",
+    "Times",
     "Updates",
     "Weights",
     "Zeros",
@@ -44,3 +48,19 @@ def standard(per_parameter: bool = False) -> tuple[Stat, ...]:
     """
     kinds = [kind(per_parameter=per_parameter) for kind in (Norm, Moments, Extremes, Zeros)]
     return (*kinds, Histogram(), NonFinite())
+
+
+def full(per_parameter: bool = True) -> tuple[Stat, ...]:
+    """The statistics that ``disthooks report`` draws, and finds with them which layer, rank and step went wrong first.
+
+    These are the norm of each gradient and its spread over the ranks, each update, the outputs of each module, elements
+    that are not finite, the loss and the ranks' times. A logged step makes two rounds of all-reduces.
+
+    Args:
+        per_parameter: whether to log each parameter too.
+
+    >>> [type(stat).__name__ for stat in full()]
+    ['Norm', 'Spread', 'Updates', 'NonFinite', 'Activations', 'Loss', 'Times']
+    """
+    kinds = [kind(per_parameter=per_parameter) for kind in (Norm, Spread, Updates)]
+    return (*kinds, NonFinite(), Activations(), Loss(), Times())

@@ -273,7 +273,7 @@ class Agreement(Stat):
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
         lists: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}
-        lists[_LEAST_ALIKE] = [_global_rank(found, place) for place in lists[_LEAST_ALIKE]]
+        lists[_LEAST_ALIKE] = [found.global_rank(place) for place in lists[_LEAST_ALIKE]]
         # Parameters that the patterns do not match have no cosine, so they are not logged.
         compared = {found.names[i] for i in _matching(self._globs(), tuple(found.names))}
         unmatched = {f"{name}/param/{other}" for name in lists for other in found.names if other not in compared}
@@ -370,12 +370,8 @@ class Spread(Stat):
         columns: dict[str, list[Any]] = {}
         for name, column in self.numbers([self.scoped(found, measure) for measure in self.measures()]).items():
             values = column.tolist()
-            columns[name] = [_global_rank(found, place) for place in values] if name in _WHICH else values
+            columns[name] = [found.global_rank(place) for place in values] if name in _WHICH else values
         return self.named(found, columns)
-
-
-def _global_rank(found: Found, place: float) -> int | None:
-    return found.ranks[int(place)] if place >= 0 else None
 
 
 @register("stat")

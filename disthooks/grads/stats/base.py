@@ -18,12 +18,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
+from disthooks._match import Pattern
 from disthooks.engines.base import Engine, Shard
 from disthooks.errors import UsageError
 
 Merge = Literal["sum", "max"]
-Per = Literal["parameter", "scope", "both"]
-LocalFact = Literal["norms", "finite", "accumulated"]
+Per = Literal["parameter", "scope", "both", "module", "step"]
+LocalFact = Literal["norms", "finite", "accumulated", "time"]
 Fact = Literal[
     "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "accumulated", "final"
 ]
@@ -50,6 +51,40 @@ class LocalStats(NamedTuple):
     accumulated: torch.Tensor | None = None
 
 
+#: What a rank does in a step before it waits for others; see [Note: whose time] in forward_hooks.py.
+PHASES = ("input", "forward", "backward")
+
+
+class ForwardFacts(NamedTuple):
+    """What the forwards since the last step have left on this rank.
+
+    Attributes:
+        outputs: for each module how many elements its outputs had, the sum of their squares, how many are zero, how
+            many are not finite, and the largest magnitude: float64, of shape (modules, 5).
+        loss: the sum of the losses of the micro-batches, and how many there were: float64, of shape (2,).
+        seconds: how long each of :data:`PHASES` took: float64, of shape (3,).
+    """
+
+    outputs: torch.Tensor
+    loss: torch.Tensor
+    seconds: torch.Tensor
+
+
+class ForwardNeeds(NamedTuple):
+    """What a statistic needs of forwards.
+
+    Attributes:
+        modules: the patterns of the modules whose outputs are read; () for those that have no modules inside, and None
+            if no output is read.
+        loss: whether the loss is needed.
+        times: whether the times are needed.
+    """
+
+    modules: tuple[Pattern, ...] | None = None
+    loss: bool = False
+    times: bool = False
+
+
 class CountRows(NamedTuple):
     """Which gradients are counted together: for each the row that it is added to, and how many rows there are."""
 
@@ -73,6 +108,7 @@ class Local(NamedTuple):
         before: this rank's part of the parameter before the optimizer step; None if another rank owns the part. The
             sequence is empty until the step is made.
         scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
+        forward: what forwards have left; None in a step that is not logged.
         computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
             float64 tensor on ``device`` with one number for each parameter.
         computed_counts: the counts of magnitudes that were made by the same reading, for the measure that asked for
@@ -89,6 +125,7 @@ class Local(NamedTuple):
     unreduced: Sequence[torch.Tensor | None] = ()
     before: Sequence[torch.Tensor | None] = ()
     scale: torch.Tensor | None = None
+    forward: ForwardFacts | None = None
     computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
     computed_counts: Mapping[Measure, torch.Tensor] = MappingProxyType({})
 
@@ -105,12 +142,13 @@ class Local(NamedTuple):
 
 
 class Measure:
-    """Gives some numbers for each parameter, for each scope, or for both (the scopes first).
+    """Gives some numbers for each parameter, each scope or both (the scopes first), for each module, or for the step.
 
     Attributes:
         merge: how the numbers of several ranks become one: "sum" adds float64, "max" takes the largest int64 (see
             :mod:`disthooks.grads.collectives` for how a number becomes such an integer).
-        per: whether there are numbers for each parameter, each scope, or both.
+        per: whether there are numbers for each parameter, each scope, or both; for each module whose outputs are
+            read; or for the step.
         facts: the facts of each gradient that it needs; :func:`~disthooks.grads.stats.scan.compute_facts` computes them
             once for all measures.
         local_facts: the facts that it needs of the gradients before their reduction.
@@ -124,7 +162,7 @@ class Measure:
     after: ClassVar[bool] = False
 
     def width(self, shard: Shard | None) -> int:
-        """How many numbers there are for the parameter of ``shard``, or for one scope if ``shard`` is None."""
+        """How many numbers there are for the parameter of ``shard``; if it is None, for a scope, a module, the step."""
         return 1
 
     def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
@@ -241,12 +279,18 @@ class Found(NamedTuple):
         groups: for each named group the indices of its parameters in ``names``.
         rows: for each measure its numbers, one row for each parameter (or each scope, see :attr:`Measure.per`).
         ranks: the global ranks that took part.
+        modules: the names of the modules whose outputs were read.
     """
 
     names: Sequence[str]
     groups: Mapping[str, Sequence[int]]
     rows: Mapping[Measure, torch.Tensor]
     ranks: Sequence[int]
+    modules: Sequence[str] = ()
+
+    def global_rank(self, place: float) -> int | None:
+        """The rank at ``place`` among :attr:`ranks`; None if there is none, as no rank had a number then."""
+        return None if place < 0 else self.ranks[int(place)]
 
 
 @dataclass(frozen=True)
@@ -260,6 +304,7 @@ class Stat:
     per_parameter: bool = field(default=False, kw_only=True)
 
     alone: ClassVar[bool] = False  # whether two of this class would write the same names
+    settings: ClassVar[tuple[str, ...]] = ()  # of the optimizer's groups, which are logged too
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
         """Raise UsageError if this statistic cannot be right on this engine. Every rank has to decide alike."""
@@ -271,6 +316,10 @@ class Stat:
     def measures(self) -> tuple[Measure, ...]:
         """The measures that it needs."""
         raise NotImplementedError
+
+    def forward_needs(self) -> ForwardNeeds:
+        """What it needs of forwards; nothing, unless it is a statistic of forwards."""
+        return ForwardNeeds()
 
     def always(self) -> tuple[Measure, ...]:
         """Those of :meth:`measures` that are taken in every step, logged or not."""

@@ -99,7 +99,8 @@ class Updates(Stat):
     """How far the optimizer moved the parameters: ``update_norm``, and its ratio to their norm, ``update_ratio``.
 
     ``update_norm`` is the 2-norm of the difference between the parameters after and before the step. ``update_ratio``
-    is that norm divided by the norm of the parameters before the step; around 1e-3 is common for a healthy layer.
+    is that norm divided by the norm of the parameters before the step; around 1e-3 is common for a healthy layer. The
+    learning rate is logged beside them, as ``lr``: the largest of the optimizer's parameter groups.
 
     In a step that is logged each rank copies its parameters before the update. The measurement after the update takes
     one more all-reduce, which ``report()`` counts.
@@ -110,6 +111,8 @@ class Updates(Stat):
     >>> Updates().numbers([torch.tensor([[4.0]]), torch.tensor([[25.0]])])
     {'update_norm': tensor([2.]), 'update_ratio': tensor([0.4000])}
     """
+
+    settings: ClassVar[tuple[str, ...]] = ("lr",)
 
     def measures(self) -> tuple[Measure, ...]:
         return UpdatePower(), WeightPower()

@@ -115,7 +115,7 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
             "save: [{modules: x, store: {kind: Tiered, stores: [{kind: OnDevice, limit: 1}, OnCpu]}}]",
             r"did you mean \{kind: OnCpu\}\?",
         ),
-        ("watch: {stats: [Norm]}", r"'standard' or \{kind: Name, .* did you mean \{kind: Norm\}\?"),
+        ("watch: {stats: [Norm]}", r"'standard', 'full' or \{kind: Name, .* did you mean \{kind: Norm\}\?"),
         ("watch: {every: often}", r"watch\.every: input should be a valid integer"),
         ("watch: {rules: [{kind: ClipNorm, max_norm: -1}]}", r"watch\.rules\.0: .*-1"),
         ("watch: {rules: [{kind: ClipNorm}]}", r"watch\.rules\.0: .*max_norm"),

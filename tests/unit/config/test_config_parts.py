@@ -68,6 +68,8 @@ def test_aliases_of_aliases_end(tmp_path: pathlib.Path) -> None:
 
 def test_standard_statistics(tmp_path: pathlib.Path) -> None:
     alone = [make() for make in _read(tmp_path, "watch: {stats: standard}").watches["stats"]]
+    full = [make() for make in _read(tmp_path, "watch: {stats: full}").watches["stats"]]
+    assert full == list(dh.stats.full())
     among = [make() for make in _read(tmp_path, "watch: {stats: [standard, {kind: Spread}]}").watches["stats"]]
     assert alone == list(dh.stats.standard())
     assert among == [*alone, dh.stats.Spread()]
@@ -343,15 +345,18 @@ OBJECTS: list[Any] = [
     dh.SkipNonFinite(3),
     dh.only(["*.bias", "norm.*"], dh.only("blocks*", dh.ClipNorm(1.0))),
     dh.only("*", dh.Sanitize(), at="local"),
+    dh.stats.Activations(["layers.*", "head"]),
     dh.stats.Agreement(["a", "b"]),
     dh.stats.Extremes(**_EACH),
     dh.stats.Histogram((0.5,)),
+    dh.stats.Loss(),
     dh.stats.MaxAbs(),
     dh.stats.Moments(**_EACH),
     dh.stats.NoiseScale(32, decay=0.9),
     dh.stats.NonFinite(),
     dh.stats.Norm(1.0),
     dh.stats.Spread(3.0),
+    dh.stats.Times(),
     dh.stats.Updates(),
     dh.stats.Weights(),
     dh.stats.Zeros(),

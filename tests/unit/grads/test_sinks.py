@@ -49,6 +49,7 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
         "every": 1,
         "rules": [],
         "stats": ["Norm(per_parameter=False, norm_type=2.0)"],
+        "schema": 2,
     }
     assert not any("about" in line for line in lines[1:])
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -110,3 +111,37 @@ def test_what_fails_is_left_out_and_no_rank_waits_for_it() -> None:
     assert "grad_norm" in str(said[1].message)
     assert watch.latest["grad_norm"] > 0
     assert watch.latest["lr"] == 0.1
+
+
+def test_numbers_of_all_parameters_are_columns_and_their_names_are_written_once(tmp_path: pathlib.Path) -> None:
+    model, optimizer, x = _model()
+    file, records = tmp_path / "run.jsonl", []
+    watched = [dh.stats.Norm(per_parameter=True), dh.stats.Histogram(per_parameter=True), dh.stats.Activations()]
+    sinks = [dh.sinks.Jsonl(file), records.append]
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], stats=watched, sinks=sinks, every=2):
+        for step in range(5):
+            optimizer.zero_grad()
+            (model(x).sum() * (float("nan") if step == 4 else 1.0)).backward()
+            optimizer.step()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert [[name for name in ("about", "names", "edges") if name in line] for line in lines] == [
+        ["about", "names", "edges"],
+        [],
+        [],
+    ]
+    names, edges = lines[0]["names"], lines[0]["edges"]
+    assert names["param"] == [name for name, _ in model.named_parameters()]
+    for line, record in zip(lines, records, strict=True):
+        for of in ("param", "module"):
+            for name, column in line[of].items():
+                for which, value in zip(names[of], column, strict=True):
+                    truth = record[f"{name}/{of}/{which}"]
+                    if isinstance(truth, dict):
+                        counts = dict(zip(truth["edges"], truth["counts"], strict=False))
+                        assert [edges[place] for place in value["bins"]] == [e for e, count in counts.items() if count]
+                        assert sum(value["counts"]) == sum(truth["counts"])
+                    else:
+                        assert float(value) == pytest.approx(truth, rel=1e-6, nan_ok=True)
+    assert lines[2]["param"]["grad_norm"][0] == "nan"
+    assert "/" not in "".join(lines[0]["param"])

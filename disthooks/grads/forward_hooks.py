@@ -1,0 +1,246 @@
+"""Hooks on modules, in forward: facts of their outputs, the loss, and the times of this rank."""
+
+# [Note: outputs are read in forward]
+# An output may be changed in place or freed right after its module has returned, so its facts are computed in the hook:
+# five numbers, on the output's device, in steps that are logged. They communicate with nobody, and wait for nothing;
+# the measurement before the step merges them over the ranks (stats/forward.py).
+# A checkpoint runs its modules twice, in forward and in backward. What was seen in forward is not read again. A
+# reentrant checkpoint runs forward without gradients, and its modules are read when backward runs them again.
+# A forward without gradients, such as a validation, does not count.
+
+# [Note: whose time]
+# Ranks wait for one another in backward and in the step, so that all of them have the same time from step to step. What
+# tells a slow rank is what it does while it waits for nobody: from the end of a step to the next forward (input), from
+# there to the end of forward, and from there to the last gradient that a hook sees before its reduction. DDP waits for
+# other ranks before a forward if the model has buffers, or to make its buckets anew, which counts as forward. FSDP
+# gathers weights inside forward and backward, so that there only the input tells the slow rank. The times are the
+# host's. On an accelerator they say how long the host took to queue the work, so that a slow loader is seen and a slow
+# device is not.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._handles import UncopiedHook
+from disthooks._match import Pattern, canonical_name, match_modules
+from disthooks._tensors import floats_of, local_part
+from disthooks._torch import in_backward, in_transform
+from disthooks.engines.base import Removable
+from disthooks.errors import UsageError
+from disthooks.grads.stats.base import PHASES, ForwardFacts, ForwardNeeds, moved, onto, real, row_norms
+from disthooks.grads.stats.scan import scan
+
+_ROW = 1024
+#: Modules that return their input, or most of it.
+_SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class ForwardHooks:
+    """The hooks on the modules of a model. See [Note: outputs are read in forward].
+
+    Args:
+        model: the user's own model.
+        called: the model that the loop calls: the engine's wrapper around it, or the model itself.
+        needs: what statistics need.
+
+    Attributes:
+        names: the names of the modules whose outputs are read, in the order of the model.
+        has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
+    """
+
+    def __init__(self, model: nn.Module, called: nn.Module, needs: ForwardNeeds) -> None:
+        self._model, self._called, self._needs = model, called, needs
+        self._is_in_forward = False
+        chosen = [] if needs.modules is None else _chosen(model, needs.modules)
+        self.names, self.has_times = [name for name, _ in chosen], needs.times
+        self._modules = [module for _, module in chosen]
+        self._is_logged = True
+        self._facts: list[tuple[int, torch.Tensor]] = []
+        self._seen: set[int] = set()  # modules that were read in a forward, not in a backward
+        self._losses: list[torch.Tensor] = []
+        self._clock = Clock()
+
+    def attach(self) -> list[Removable]:
+        """Put the hooks on the modules."""
+        handles: list[Removable] = [
+            module.register_forward_hook(UncopiedHook(_Reader(self, index)))
+            for index, module in enumerate(self._modules)
+        ]
+        if self._needs.loss or self._needs.times:
+            for module in {self._called, self._model}:
+                handles.append(module.register_forward_pre_hook(UncopiedHook(self._begin_forward)))
+            handles.append(self._model.register_forward_hook(UncopiedHook(self._end_forward)))
+        return handles
+
+    def begin(self, is_logged: bool) -> None:
+        """The next forwards belong to a step that is logged, or not."""
+        self._is_logged, self._is_in_forward = is_logged, False
+        self._clock.begin()
+
+    def end_step(self) -> None:
+        """The optimizer has moved the parameters; a step that is left out has ended before."""
+        self._clock.begin()
+
+    def saw_gradient(self) -> None:
+        """A hook has seen a gradient of this rank, before its reduction."""
+        self._clock.mark("backward")
+
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """Keep the loss of a micro-batch.
+
+        Raises:
+            UsageError: when it is no single number.
+        """
+        value = torch.as_tensor(loss, dtype=torch.float64) if isinstance(loss, (int, float)) else loss
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise UsageError(f"note_loss({loss!r}): the loss of one micro-batch is needed, a single number")
+        self._losses.append(local_part(value.detach()).double().reshape(()))
+
+    def take(self, device: torch.device, is_logged: bool) -> ForwardFacts | None:
+        """What was seen since the last call, on ``device``; None if nobody asks. Called once in each step."""
+        facts, self._facts = self._facts, []
+        losses, self._losses = self._losses, []
+        seconds = self._clock.take()
+        if not is_logged or self._needs == ForwardNeeds():
+            return None
+        outputs = torch.zeros(len(self.names), 5, dtype=torch.float64, device=device)
+        if facts:
+            # Most modules are called once in a step; the others are added up here, without an index on the device.
+            of: dict[int, torch.Tensor] = {}
+            for index, found in facts:
+                of[index] = found if index not in of else _together(of[index], onto(found, of[index].device))
+            none = torch.zeros(5, dtype=torch.float64, device=device)
+            outputs = torch.stack([onto(of[i], device) if i in of else none for i in range(len(self.names))])
+        loss = torch.zeros(2, dtype=torch.float64, device=device)
+        if losses:
+            total = torch.stack([onto(each, device) for each in losses]).sum()
+            loss = torch.stack([total, torch.full_like(total, len(losses))])
+        return ForwardFacts(outputs, loss, moved(torch.tensor(seconds, dtype=torch.float64), device))
+
+    # -- hooks
+
+    @torch.no_grad()
+    def read(self, index: int, output: Any) -> None:
+        """Read the output of a module; see [Note: outputs are read in forward]."""
+        backward = in_backward()
+        if (backward and index in self._seen) or in_transform():
+            return
+        if not backward:
+            self._seen.add(index)
+        for tensor in floats_of(output):
+            if tensor.numel() and tensor.layout is torch.strided:
+                self._facts.append((index, facts_of(tensor)))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether outputs are read now."""
+        return self._is_logged and torch.is_grad_enabled()
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        # The wrapper may wait for other ranks before it calls the model, so it counts as forward.
+        if torch.is_grad_enabled() and not in_backward() and not self._is_in_forward:
+            self._is_in_forward = True
+            self._clock.mark("input")
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        self._clock.mark("forward")
+        self._is_in_forward = False
+        found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if self._needs.loss and isinstance(found, torch.Tensor) and found.numel() == 1:
+            self.note_loss(found)
+
+
+class Clock:
+    """How long input, forward and backward took since the last step. See [Note: whose time].
+
+    A mark ends a phase: what passed since the mark before belongs to it.
+
+    >>> clock = Clock()
+    >>> clock.mark("input")
+    >>> clock.mark("forward")
+    >>> [seconds >= 0 for seconds in clock.take()]
+    [True, True, True]
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = time.perf_counter()
+
+    def begin(self) -> None:
+        """A step has ended."""
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """``phase`` has gone on until now."""
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._last
+        self._last = now
+
+    def take(self) -> list[float]:
+        """The seconds of each phase since the last call."""
+        found, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return list(found.values())
+
+
+class _Reader:
+    """The hook on one module."""
+
+    __slots__ = ("hooks", "index")
+
+    def __init__(self, hooks: ForwardHooks, index: int) -> None:
+        self.hooks, self.index = hooks, index
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.hooks.is_reading:
+            self.hooks.read(self.index, output)
+
+
+def _chosen(model: nn.Module, patterns: Iterable[Pattern]) -> Sequence[tuple[str, nn.Module]]:
+    patterns = tuple(patterns)
+    if patterns:
+        return [(canonical_name(name), module) for name, module in match_modules(model, patterns)]
+    return [
+        (canonical_name(name), module)
+        for name, module in model.named_modules()
+        if not next(module.children(), None) and not isinstance(module, _SAME)
+    ]
+
+
+def _together(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The facts of the elements of both."""
+    return torch.cat([one[:4] + other[:4], torch.maximum(one[4:], other[4:])])
+
+
+def facts_of(tensor: torch.Tensor) -> torch.Tensor:
+    """How many elements, the sum of squares, how many are zero, how many are not finite, and the largest magnitude.
+
+    Returns:
+        A float64 tensor of shape (5,) on the device of ``tensor``.
+
+    >>> facts_of(torch.tensor([3.0, -4.0, 0.0])).tolist()
+    [3.0, 25.0, 1.0, 0.0, 4.0]
+    """
+    if not tensor.is_cpu:
+        wanted = ("squares", "zeros", "nonfinite", "high", "low")
+        found = scan([tensor], frozenset(wanted), tensor.device).facts  # type: ignore[arg-type]
+        squares, zeros, nonfinite, high, low = (found[name][0] for name in wanted)  # type: ignore[index]
+        count = torch.full_like(squares, tensor.numel())
+        return torch.stack([count, squares, zeros, nonfinite, torch.maximum(high, low)])
+    # A whole scan takes three times as long as these four readings, and a model has many modules.
+    flat = real(tensor).reshape(-1)
+    flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+    whole = flat.numel() // _ROW * _ROW
+    norms = [row_norms(part) for part in (flat[:whole].view(-1, _ROW), flat[None, whole:]) if part.numel()]
+    power = float(torch.cat(norms).square().sum())
+    largest = float(torch.maximum(flat.amax(), -flat.amin()))
+    bits = flat.abs().view(torch.int32 if flat.dtype is torch.float32 else torch.int64)
+    empty = flat.numel() - int(bits.clamp_(max=1).sum(dtype=torch.int32))
+    bad = 0 if power < torch.inf else int((~torch.isfinite(flat)).sum())
+    return torch.tensor([flat.numel(), power, empty, bad, largest], dtype=torch.float64)
