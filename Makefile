@@ -114,6 +114,10 @@ bench-growth: $(READY)
 bench-layer-inputs: $(READY)
 	$(RUN) benchmarks/layer_inputs.py $(ARGS)
 
+# Faults in the training of a small GPT on 2 to 4 ranks, and whether `disthooks report` names them: some 25 minutes.
+bench-faults: $(READY)
+	$(RUN) benchmarks/faults.py $(ARGS)
+
 bench-threshold: $(READY)
 	$(RUN) benchmarks/threshold.py $(ARGS)
 

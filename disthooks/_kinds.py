@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, str]] = {
         "NoiseScale": "disthooks.grads.stats.across_ranks:NoiseScale",
         "NonFinite": "disthooks.grads.stats.norms:NonFinite",
         "Norm": "disthooks.grads.stats.norms:Norm",
+        "RankMaxAbs": "disthooks.grads.stats.across_ranks:RankMaxAbs",
         "Spread": "disthooks.grads.stats.across_ranks:Spread",
         "Times": "disthooks.grads.stats.forward:Times",
         "Updates": "disthooks.grads.stats.updates:Updates",

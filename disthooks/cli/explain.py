@@ -60,11 +60,11 @@ def explain(
         # The imports take a second or more, so they stand behind the first line of progress.
         from disthooks._tensors import parse_bytes
         from disthooks.cli.workload import find
+        from disthooks.page.page import page
         from disthooks.predict.answers.advice import Tried, advise, what_if
         from disthooks.predict.answers.fits import fits as find_fits
         from disthooks.predict.explain import explain as predict
         from disthooks.predict.fake.builder import Builder
-        from disthooks.predict.page.page import page
 
         limit = None if fits is None else parse_bytes(fits, "--fits")
         builder = Builder(find(model), name=model)
@@ -95,7 +95,7 @@ def explain(
         told["advice"] = [each.to_dict() for each in best]
         if output is not None:
             told["what_if"] = what_if(builder, said, best, tried=tried)
-            pathlib.Path(output).write_text(page(told), encoding="utf-8")
+            pathlib.Path(output).write_text(page("explain", told), encoding="utf-8")
     if as_json:
         document(told)
     else:

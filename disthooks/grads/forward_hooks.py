@@ -32,7 +32,7 @@ from disthooks._tensors import floats_of, local_part
 from disthooks._torch import in_backward, in_transform
 from disthooks.engines.base import Removable
 from disthooks.errors import UsageError
-from disthooks.grads.stats.base import PHASES, ForwardFacts, ForwardNeeds, moved, onto, real, row_norms
+from disthooks.grads.stats.base import PHASES, ForwardFacts, ForwardNeeds, largest_of, moved, onto, real, row_norms
 from disthooks.grads.stats.scan import scan
 
 _ROW = 1024
@@ -239,7 +239,7 @@ def facts_of(tensor: torch.Tensor) -> torch.Tensor:
     whole = flat.numel() // _ROW * _ROW
     norms = [row_norms(part) for part in (flat[:whole].view(-1, _ROW), flat[None, whole:]) if part.numel()]
     power = float(torch.cat(norms).square().sum())
-    largest = float(torch.maximum(flat.amax(), -flat.amin()))
+    largest = float(largest_of(flat))
     bits = flat.abs().view(torch.int32 if flat.dtype is torch.float32 else torch.int64)
     empty = flat.numel() - int(bits.clamp_(max=1).sum(dtype=torch.int32))
     bad = 0 if power < torch.inf else int((~torch.isfinite(flat)).sum())

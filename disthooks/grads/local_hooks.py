@@ -26,7 +26,7 @@ from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
 from disthooks.grads.plan import StepPlan, scope_of
 from disthooks.grads.rules.base import MicroBatch, Rule
-from disthooks.grads.stats.base import LocalFact, LocalStats, Stat, scalar
+from disthooks.grads.stats.base import LocalFact, LocalStats, Stat, largest_of, scalar
 from disthooks.grads.stats.norms import norms
 from disthooks.grads.stats.scan import finite_probe
 
@@ -196,6 +196,8 @@ class LocalGradientHooks:
             stats = stats._replace(norms=(*stats.norms, *norms([grad], 2.0)))
         elif "finite" in facts:
             stats = stats._replace(finite_probes=(*stats.finite_probes, finite_probe(grad)))
+        if "largest" in facts:
+            stats = stats._replace(largest=(*stats.largest, largest_of(grad)))
         if self._is_logged and index in self._needs.accumulated:
             total = grad.clone() if stats.accumulated is None else stats.accumulated + grad
             stats = stats._replace(accumulated=total)

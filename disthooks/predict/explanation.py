@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
+from disthooks.page.page import page
 from disthooks.predict.hardware.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
 from disthooks.predict.hardware.roofline import Verdict, seconds_of, step_seconds, verdict
 from disthooks.predict.measured import Measured, beside
-from disthooks.predict.page.page import page
 from disthooks.predict.recording.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.recording.timeline import Sample, Share, Timeline
 from disthooks.predict.run import Situation, Step
@@ -407,7 +407,7 @@ class Explanation:
 
     def to_html(self) -> str:
         """The explanation as one HTML page, with its figures and pictures. The page needs no network."""
-        return page(self.to_dict())
+        return page("explain", self.to_dict())
 
     def __str__(self) -> str:
         low, high = self.peak_range

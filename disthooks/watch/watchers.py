@@ -49,7 +49,11 @@ class Watchers(Attachment):
         if not found:
             return blamed
         numbers = {"replicas/compared": found.compared, "replicas/differ": len(found.differs)}
-        differs = {"replicas/at": [str(each) for each in found.differs[:_MOST]]} if found.differs else {}
+        differs: dict[str, Any] = {}
+        if found.differs:
+            differs["replicas/at"] = [str(each) for each in found.differs[:_MOST]]
+            differs["replicas/names"] = [each.name for each in found.differs[:_MOST]]
+            differs["replicas/ranks"] = list(found.differs[0].ranks)
         return blamed | numbers | {"replicas/steps": self._compared_after} | differs
 
     def tell_nonfinite(self, gradients: Gradients) -> None:

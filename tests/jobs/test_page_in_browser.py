@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.page.page import page
+from disthooks.page.page import page
 from disthooks.predict.recording.record import CATEGORIES
 from tests.support.browser import Browser, browser
 from tests.support.pages import full_document, plain_document
@@ -33,7 +33,7 @@ def full() -> dict[str, Any]:
 def show(chromium: Browser, document: dict[str, Any], folder: pathlib.Path) -> None:
     """Open the page of the document, as a file."""
     file = folder / "page.html"
-    file.write_text(page(document), encoding="utf-8")
+    file.write_text(page("explain", document), encoding="utf-8")
     chromium.open(file)
     # What moves would have to be waited for.
     chromium.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])

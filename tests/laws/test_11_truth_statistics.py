@@ -162,7 +162,10 @@ def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch
     assert math.isnan(truth[1]["grad_std/group/mid"])
     assert not math.isnan(truth[1]["grad_std/group/biases"])
     for records, _ in ranks(train, engine, [], STATS, 2, spoil, dtype, GROUPS):
+        leads = [{n: record.pop(n) for n in list(record) if "lead_rank" in n} for record in records]
         assert close(records, truth, TOLERANCES[dtype])
+        assert {*leads[0].values()} <= {0, 1, None}
+        assert "update_norm/lead_rank/param/embed.weight" in leads[0]
 
 
 # --- Statistics of the ranks' own gradients, with accumulation
@@ -170,7 +173,11 @@ def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch
 
 MICRO = 2
 MID = {"mid": "mid.*"}
-RANKS: list[Any] = [stats.Spread(per_parameter=True), stats.NoiseScale(4, decay=0.5, per_parameter=True)]
+RANKS: list[Any] = [
+    stats.Spread(per_parameter=True),
+    stats.RankMaxAbs(per_parameter=True),
+    stats.NoiseScale(4, decay=0.5, per_parameter=True),
+]
 
 
 def _loss(model: nn.Module, step: int, micro: int, engine: str, rank: int) -> torch.Tensor:
@@ -252,6 +259,9 @@ def _truth(ranks: int) -> list[dict[str, Any]]:
         for suffix, names in _scopes(grads).items():
             squares = [MICRO * sum(_square(g, names) for g in micro) for micro in own]
             record |= _spread([math.sqrt(x) for x in squares], suffix)
+            largest = [max(float(g[n].abs().max()) for g in micro for n in names) for micro in own]
+            record[f"grad_max_abs/max_rank{suffix}"] = max(largest)
+            record[f"grad_max_abs/argmax_rank{suffix}"] = largest.index(max(largest))
             record |= _noise(average[suffix], sum(squares) / ranks, _square(final, names), ranks * MICRO, suffix)
         records.append(record)
         for name, parameter in model.named_parameters():

@@ -42,9 +42,9 @@ from disthooks.errors import UsageError
 
 _LONGEST = 250  # what MLflow allows
 _LABELS = re.compile(
-    r"(.*/)?(arg(min|max)_rank|(outlier|peak)_rank|peak_step|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
+    r"(.*/)?(arg(min|max)_rank|(outlier|peak|lead)_rank|peak_step|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
 )
-_COUNTS = re.compile(r"(nonfinite|nonfinite_params|skipped)(/.*)?")
+_COUNTS = re.compile(r"(nonfinite|nonfinite_params|activation_nonfinite|skipped)(/.*)?")
 _TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*|nonfinite_steps")
 
 _FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "saved/moved", "grad_max_abs")

@@ -133,6 +133,27 @@ class RankExtremes(_OwnNorms):
         return 4
 
 
+@dataclass(frozen=True)
+class OwnLargest(_OwnGradients):
+    """For each scope two keys: of the largest magnitude in this rank's own gradients, and of the rank that has it."""
+
+    merge: ClassVar[Merge] = "max"
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"largest"})
+
+    def local(self, local: Local) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=local.device)
+        each = [[onto(found, local.device).double() for found in stats.largest] for stats in local.local_stats]
+        own = torch.stack([torch.stack(found).amax() if found else zero for found in each])
+        if local.scale is not None:
+            own = own / local.scale.double()
+        scopes = torch.stack([take(own, places).amax() if places else zero for places in local.scopes])
+        numbers = torch.cat([scopes, own]) if self.each else scopes
+        return torch.stack([to_sortable(numbers), with_rank(numbers, local.position)], dim=1).flatten()
+
+    def width(self, shard: Shard | None) -> int:
+        return 2
+
+
 def own_squares(local: Local, each: bool) -> torch.Tensor:
     """This rank's squared norm of each scope, in the units of the final gradient: a float64 vector.
 
@@ -372,6 +393,41 @@ class Spread(Stat):
             values = column.tolist()
             columns[name] = [found.global_rank(place) for place in values] if name in _WHICH else values
         return self.named(found, columns)
+
+
+@register("stat")
+@dataclass(frozen=True)
+class RankMaxAbs(Stat):
+    """The largest magnitude in the ranks' own gradients, before any reduction, and whose it is.
+
+    The log gets ``grad_max_abs/max_rank`` and ``grad_max_abs/argmax_rank``, a global rank. A single element that is
+    wrong shows here, while it moves the norm of a large gradient by little. With several micro-batches it is the
+    largest of all of them. Loss scales are divided out. Hooks look at the gradients in backward, in steps that are
+    logged.
+
+    Args:
+        per_parameter: log both of each parameter too, as ``grad_max_abs/max_rank/param/<name>`` and so on.
+
+    >>> from disthooks.grads.collectives import with_rank, to_sortable
+    >>> keys = [[int(to_sortable(x)), int(with_rank(x, rank))] for rank, x in enumerate(torch.tensor([0.5, 2.0]))]
+    >>> RankMaxAbs().numbers([torch.tensor(keys).amax(0)[None]])["grad_max_abs/max_rank"]
+    tensor([2.], dtype=torch.float64)
+    """
+
+    alone: ClassVar[bool] = True
+
+    def measures(self) -> tuple[Measure, ...]:
+        return (OwnLargest(each=self.per_parameter),)
+
+    def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        # A rank is told by its place among the ranks here; `record` makes global ranks of places.
+        keys = values[0]
+        return {"grad_max_abs/max_rank": from_sortable(keys[:, 0]), "grad_max_abs/argmax_rank": rank_of(keys[:, 1])}
+
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
+        largest, places = self.numbers([self.scoped(found, measure) for measure in self.measures()]).values()
+        ranks = [found.global_rank(place) for place in places.tolist()]
+        return self.named(found, {"grad_max_abs/max_rank": largest.tolist(), "grad_max_abs/argmax_rank": ranks})
 
 
 @register("stat")

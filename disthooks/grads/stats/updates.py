@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from disthooks._registry import register
-from disthooks.grads.stats.base import Local, Measure, Merge, Stat, stack, wide
+from disthooks.engines.base import Shard
+from disthooks.grads.stats.base import Found, Local, Measure, Merge, Stat, State, stack, wide
 from disthooks.grads.stats.norms import norms, squares
+from disthooks.grads.stats.scan import leader
 
 # On the CPU at most this many elements of a difference are in memory at a time. Their memory is used again for the next
 # block.
@@ -34,15 +36,27 @@ class WeightPower(Measure):
 
 @dataclass(frozen=True)
 class UpdatePower(Measure):
-    """The sum over each parameter's elements of the squared change that the update made."""
+    """The sum over each parameter's elements of the squared change that the update made.
+
+    Attributes:
+        leads: whether two more sums tell the rank that made most of it; see [Note: the rank that leads] in scan.py.
+    """
+
+    leads: bool = False
 
     merge: ClassVar[Merge] = "sum"
     after: ClassVar[bool] = True
 
+    def width(self, shard: Shard | None) -> int:
+        return 3 if self.leads else 1
+
     def local(self, local: Local) -> torch.Tensor:
         now = [shard.values() for shard in local.shards]
         pairs = [(a, b) for a, b in zip(now, local.before, strict=True) if b is not None and b.numel()]
-        return stack(local.before, lambda before: _norms_of_change(pairs), local.device).square()
+        total = stack(local.before, lambda before: _norms_of_change(pairs), local.device).square()
+        if not self.leads:
+            return total
+        return torch.stack([total, total * local.position, total * local.position**2], dim=1).flatten()
 
 
 def _norms_of_change(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -106,7 +120,9 @@ class Updates(Stat):
     one more all-reduce, which ``report()`` counts.
 
     Args:
-        per_parameter: log both of each parameter too, as ``update_ratio/param/<name>`` and so on.
+        per_parameter: log both of each parameter too, as ``update_ratio/param/<name>`` and so on; and on several ranks
+            ``update_norm/lead_rank/param/<name>``, the rank that made most of the change. Where ranks have copies of a
+            parameter, it is the rank whose copy is measured.
 
     >>> Updates().numbers([torch.tensor([[4.0]]), torch.tensor([[25.0]])])
     {'update_norm': tensor([2.]), 'update_ratio': tensor([0.4000])}
@@ -115,8 +131,16 @@ class Updates(Stat):
     settings: ClassVar[tuple[str, ...]] = ("lr",)
 
     def measures(self) -> tuple[Measure, ...]:
-        return UpdatePower(), WeightPower()
+        return UpdatePower(leads=self.per_parameter), WeightPower()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         moved, before = (squares[:, 0].sqrt() for squares in values)
         return {"update_norm": moved, "update_ratio": moved / before}
+
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
+        recorded = super().record(found, state)
+        if self.per_parameter and len(found.ranks) > 1:
+            sums = self.scoped(found, self.measures()[0]).tolist()
+            leads = [leader(each, found.ranks) for each in sums]
+            recorded |= self.named(found, {"update_norm/lead_rank": leads})
+        return recorded

@@ -355,6 +355,7 @@ OBJECTS: list[Any] = [
     dh.stats.NoiseScale(32, decay=0.9),
     dh.stats.NonFinite(),
     dh.stats.Norm(1.0),
+    dh.stats.RankMaxAbs(**_EACH),
     dh.stats.Spread(3.0),
     dh.stats.Times(),
     dh.stats.Updates(),

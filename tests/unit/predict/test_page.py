@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from disthooks import explain
-from disthooks.predict.page.page import page
+from disthooks.page.page import page
 from tests.support.pages import document_of
 
 EVIL = "</script><img src=x onerror=alert(1)><!--<script>"
@@ -48,7 +48,7 @@ def document() -> dict[str, Any]:
 
 
 def test_the_page_holds_the_document(document: dict[str, Any]) -> None:
-    assert document_of(page(document)) == json.loads(json.dumps(document))
+    assert document_of(page("explain", document)) == json.loads(json.dumps(document))
 
 
 def test_a_text_without_a_document_is_refused() -> None:
@@ -59,8 +59,8 @@ def test_a_text_without_a_document_is_refused() -> None:
 def test_a_name_cannot_become_html(document: dict[str, Any]) -> None:
     rows = [{**row, "module": row["module"] + EVIL, "class": EVIL} for row in document["modules"]]
     changed = {**document, "model": EVIL, "modules": rows, "warnings": [EVIL, "@@script@@ \\u003c \u2028"]}
-    text = page(changed)
-    plain, evil = Parsed(page(document)), Parsed(text)
+    text = page("explain", changed)
+    plain, evil = Parsed(page("explain", document)), Parsed(text)
     assert [tag for tag, _ in evil.tags] == [tag for tag, _ in plain.tags]
     assert evil.texts["script"][1:] == plain.texts["script"][1:]
     assert len(evil.texts["script"]) == 2
@@ -69,7 +69,7 @@ def test_a_name_cannot_become_html(document: dict[str, Any]) -> None:
 
 
 def test_the_page_loads_nothing(document: dict[str, Any]) -> None:
-    text = page(document)
+    text = page("explain", document)
     for tag, attributes in Parsed(text).tags:
         assert not {"src", "srcset", "action", "data", "poster", "ping"} & set(attributes), tag
         assert tag != "link" or attributes["href"] == "data:,"
@@ -80,22 +80,22 @@ def test_the_page_loads_nothing(document: dict[str, Any]) -> None:
 
 def test_numbers_that_json_cannot_hold_become_null() -> None:
     read = document_of(
-        page({"seconds": {"forward": math.inf, "backward": math.nan, "optimizer": -math.inf}, "saved": 1})
+        page("explain", {"seconds": {"forward": math.inf, "backward": math.nan, "optimizer": -math.inf}, "saved": 1})
     )
     assert read == {"seconds": {"forward": None, "backward": None, "optimizer": None}, "saved": 1}
 
 
 def test_what_json_cannot_hold_is_an_error() -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
-        page({"model": object()})
+        page("explain", {"model": object()})
 
 
 def test_each_key_is_optional(document: dict[str, Any]) -> None:
-    assert document_of(page({})) == {}
+    assert document_of(page("explain", {})) == {}
     for key in document:
         rest = {name: value for name, value in document.items() if name != key}
-        assert document_of(page(rest)) == json.loads(json.dumps(rest))
+        assert document_of(page("explain", rest)) == json.loads(json.dumps(rest))
 
 
 def test_the_page_without_its_document_is_small() -> None:
-    assert len(page({}).encode()) < 80_000
+    assert len(page("explain", {}).encode()) < 80_000

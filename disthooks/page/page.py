@@ -1,4 +1,4 @@
-"""``page``: an explanation as one HTML page that needs no network and no library."""
+"""``page``: an explanation, or the report of a run, as one HTML page that needs no network and no library."""
 
 # [Note: the page runs nothing but its own script]
 # The page shows names that come from the user's model, and it is sent from one person to another. Two things keep such
@@ -16,17 +16,23 @@ import importlib.resources
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-_SCRIPTS = ("page.js", "page_icicle.js", "page_curve.js")
+#: The scripts of each page, in the order in which they run. All pages have one style.
+_SCRIPTS = {
+    "explain": ("base.js", "explain.js", "icicle.js", "curve.js"),
+    "report": ("base.js", "lines.js", "heat.js", "report.js"),
+}
 
 
-def page(document: Mapping[str, Any]) -> str:
-    """One self-contained HTML page that shows an explanation.
+def page(kind: Literal["explain", "report"], document: Mapping[str, Any]) -> str:
+    """One self-contained HTML page that shows a document.
 
     Args:
-        document: what :meth:`~disthooks.predict.explanation.Explanation.to_dict` gives. Each key is optional; the page
-            leaves out what the document does not have. Numbers that JSON cannot hold (NaN, infinite) become null.
+        kind: "explain" for what :meth:`~disthooks.predict.explanation.Explanation.to_dict` gives, "report" for what
+            :func:`~disthooks.report.document.document` gives. Each key is optional; the page leaves out what the
+            document does not have. Numbers that JSON cannot hold (NaN, infinite) become null.
+        document: what is shown.
 
     Returns:
         The text of the page, which holds the document.
@@ -34,19 +40,25 @@ def page(document: Mapping[str, Any]) -> str:
     Raises:
         TypeError: if JSON cannot hold the document.
 
-    >>> text = page({"model": "<tiny>", "saved": 4096})
+    >>> text = page("explain", {"model": "<tiny>", "saved": 4096})
     >>> "<title>&lt;tiny&gt;: its memory in one training step</title>" in text
     True
     """
-    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
+    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS[kind]))
     parts = {
         "policy": f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
-        "title": html.escape(f"{document.get('model') or 'A model'}: its memory in one training step"),
+        "title": html.escape(_title(kind, document)),
         "style": style,
         "script": script,
         "document": _json(document),
     }
-    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _read("page.html"))
+    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _read(f"{kind}.html"))
+
+
+def _title(kind: str, document: Mapping[str, Any]) -> str:
+    if kind == "explain":
+        return f"{document.get('model') or 'A model'}: its memory in one training step"
+    return f"{document.get('name') or 'A run'}: what it logged"
 
 
 def _json(document: Mapping[str, Any]) -> str:
@@ -60,4 +72,4 @@ def _hash(text: str) -> str:
 
 
 def _read(name: str) -> str:
-    return importlib.resources.files("disthooks.predict.page").joinpath(name).read_text(encoding="utf-8")
+    return importlib.resources.files("disthooks.page").joinpath(name).read_text(encoding="utf-8")

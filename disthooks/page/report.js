@@ -1,0 +1,114 @@
+// The page of a run: the verdict, and every part but the charts (lines.js) and the heat map (heat.js).
+
+const about = given.about ?? {};
+const verdict = given.verdict ?? {};
+
+function showHead() {
+  const [first, ...more] = verdict.culprits ?? [];
+  byId("head").replaceChildren(
+    element("h1", {}, given.name ?? "A run"),
+    element("ul", { class: "chips", "aria-label": "What ran" }, ...chipsOf()),
+    element("p", { class: "sentence", id: "verdict" }, first?.text ?? (verdict.sentences ?? [])[0] ?? "No step is logged yet."),
+    ...(first ? [element("ul", { class: "evidence" }, ...(first.evidence ?? []).map((text) => element("li", {}, text)))] : []),
+    ...(first?.advice ? [element("p", { class: "advice" }, element("b", {}, "What to do: "), first.advice)] : []),
+    ...more.slice(0, 4).map((each) => element("p", { class: "then" }, each.text)),
+    ...(more.length > 4 ? [element("p", { class: "then" }, `${more.length - 4} more are in the table of what happened.`)] : []),
+    ...(first ? verdict.sentences ?? [] : (verdict.sentences ?? []).slice(1)).map((text) => element("p", { class: "then" }, text)),
+    ...(given.notes ?? []).map((text) => element("p", { class: "note warning" }, text)),
+    tileGrid((given.tiles ?? []).map((each) => tile(each.title, each.figure, each.note))),
+    ...(given.other ? [element("p", { class: "note" }, "The dashed lines are of ", element("b", {}, given.other.name ?? "the other run"), ".")] : []),
+  );
+}
+
+function chipsOf() {
+  const steps = given.steps ?? [];
+  const known = [
+    ["engine", about.engine],
+    ["ranks", about.ranks],
+    ["parameters", about.parameters],
+    ["logged steps", given.logged === undefined ? null : `${grouped(given.logged)}, ${grouped(steps[0] ?? 0)} to ${grouped(steps.at(-1) ?? 0)}`],
+    ["from", given.began],
+    ["for", typeof given.seconds === "number" ? seconds(given.seconds) : null],
+    ["restarts", given.restarts || null],
+    ["run", given.run],
+  ];
+  return known.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([key, value]) => element("li", {}, `${key} `, element("b", {}, String(value))));
+}
+
+// The lines of the other run stand at the same steps, dashed.
+function withOther(made) {
+  const other = (given.other?.curves ?? []).find((each) => each.title === made.title);
+  const lines = made.lines.map((line, number) => ({ ...line, ink: INKS[number % INKS.length] }));
+  if (!other) return { ...made, lines };
+  const places = new Map((given.other.steps ?? []).map((step, place) => [step, place]));
+  const dashed = other.lines.slice(0, 1).map((line) => ({ label: "the other run", dashed: true, ink: "var(--text)",
+    values: given.steps.map((step) => (places.has(step) ? line.values[places.get(step)] : null)) }));
+  return { ...made, lines: [...lines, ...dashed] };
+}
+
+function showSection(id) {
+  const found = (given.curves ?? []).filter((each) => each.section === id);
+  const box = document.querySelector(`#${id} .charts`);
+  if (found.length) byId(id).hidden = false;
+  for (const made of found) box.append(chart(withOther(made)));
+}
+
+function tableOf(heads, rows) {
+  return element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", { scope: "col" }, head)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell))))));
+}
+
+function showTables() {
+  const ranks = given.ranks ?? [];
+  if (ranks.length) {
+    byId("ranks").hidden = false;
+    document.querySelector("#ranks .wide").append(tableOf(["Which rank had the", "in how many of the logged steps"], ranks.map((each) =>
+      [each.title, each.ranks.map(([rank, count]) => `rank ${rank}: ${percent(count, each.of)}`).join(", ")])));
+  }
+  if ((given.saved ?? []).length) {
+    byId("saved").hidden = false;
+    document.querySelector("#saved .wide").append(tableOf(["On the first rank, at the last step", ""], given.saved.map((each) => [each.name, each.text])));
+  }
+  const events = given.events ?? [];
+  if (events.length) {
+    byId("events").hidden = false;
+    const go = (each) => element("button", { type: "button", class: "go", onclick: () => look(each.step) }, grouped(each.step));
+    document.querySelector("#events .wide").append(tableOf(["Step", "Rank", "What"], events.map((each) => [go(each), each.rank ?? "", each.text])));
+  }
+  const rows = Object.entries(about).filter(([, value]) => value !== null && value !== "").map(([key, value]) => [words(key), textOf(value)]);
+  if (rows.length) {
+    byId("about").hidden = false;
+    const other = given.other?.about;
+    const heads = other ? ["", "this run", "the other run"] : ["", ""];
+    document.querySelector("#about .wide").append(tableOf(heads, other ? rows.map(([key, text]) => [key, text, textOf(other[key.replaceAll(" ", "_")] ?? "")]) : rows));
+  }
+}
+
+function textOf(value) {
+  if (Array.isArray(value)) return value.length ? value.map(textOf).join(", ") : "none";
+  if (value && typeof value === "object") return Object.entries(value).map(([key, each]) => `${key} ${textOf(each)}`).join(", ");
+  return String(value);
+}
+
+// Twenty steps on both sides of a step.
+function look(step) {
+  const place = placeOf(step);
+  setView(Math.max(0, place - 20), place + 20);
+  byId("norms").scrollIntoView({ block: "start" });
+}
+
+showHead();
+byId("log").addEventListener("change", (event) => { view.log = event.target.checked; drawCharts(); });
+document.querySelectorAll(".whole-run").forEach((button) => button.addEventListener("click", wholeRun));
+for (const id of ["norms", "ranks", "saved", "also"]) showSection(id);
+drawCharts();
+showTables();
+beginHeat();
+let drawnWidth = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth === drawnWidth) return;
+  drawnWidth = innerWidth;
+  drawCharts();
+  follow.forEach((draw) => draw());
+});
+addEventListener("scroll", hideHint, { passive: true });

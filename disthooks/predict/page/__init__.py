@@ -1,1 +1,0 @@
-"""The explanation as one HTML page."""

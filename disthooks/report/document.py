@@ -1,0 +1,272 @@
+"""``document``: what the page of a run shows, in plain values."""
+
+# [Note: a heat map in little room]
+# A statistic of 200 parameters in 2,000 steps is 400,000 numbers, and a page has six of them. A number is one byte:
+# 0 where there is none, 1 for zero, 255 for what is not finite, and 2 to 254 for its logarithm between the smallest and
+# the largest. The bytes of a parameter are differences from step to step, which zlib makes small, and base64 makes text
+# of them. If there are more numbers, steps are joined, and the largest number of the joined steps stays.
+
+from __future__ import annotations
+
+import base64
+import math
+import statistics
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from disthooks.report.culprit import Culprit, culprits
+from disthooks.report.log import Run
+from disthooks.report.moved import values_of
+from disthooks.report.sentences import figure, missing_said, nonfinite_entries, peak_of, seconds, size, verdict
+
+_CELLS = 440_000  # numbers of a heat map
+_POINTS = 2_000  # steps of a curve
+_MOST = 200  # events
+_DECADES = 14  # between the smallest and the largest number of a heat map
+
+#: The heat maps, in this order: of what, the statistic, the title, whether its scale is that of a share.
+HEATS = (
+    ("param", "grad_norm", "Gradient norm", False),
+    ("param", "update_ratio", "Update over weight", False),
+    ("module", "activation_rms", "Activation, root mean square", False),
+    ("module", "activation_max", "Activation, largest", False),
+    ("module", "activation_zeros", "Zeros in activations", True),
+    ("module", "activation_nonfinite", "Activations not finite", False),
+    ("param", "grad_zeros", "Zeros in gradients", True),
+)
+
+#: The curves: title, the section, and the names of the numbers with what they are called.
+CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Loss", "norms", (("loss", "mean of the ranks"), ("loss/max_rank", "largest of a rank"))),
+    (
+        "Gradient norm",
+        "norms",
+        (
+            ("grad_norm", "at logged steps"),
+            ("grad_norm/peak", "largest since"),
+            ("grad_norm_clipped", "after clipping"),
+        ),
+    ),
+    ("Clip factor", "norms", (("clip_ratio", "factor"),)),
+    ("Update over weight", "norms", (("update_ratio", "all parameters"),)),
+    ("Learning rate", "norms", (("lr", "largest of the groups"),)),
+    (
+        "Gradient norm of each rank",
+        "ranks",
+        (("grad_norm/max_rank", "largest"), ("grad_norm/mean_rank", "mean"), ("grad_norm/min_rank", "smallest")),
+    ),
+    *(
+        (
+            f"{phase.capitalize()} of each rank",
+            "ranks",
+            ((f"{phase}_seconds/max_rank", "slowest rank"), (f"{phase}_seconds", "mean")),
+        )
+        for phase in ("input", "forward", "backward")
+    ),
+    ("Saved tensors moved in a step", "saved", (("saved/moved_per_step", "on the first rank"),)),
+)
+
+
+def document(run: Run, name: str, notes: Sequence[str] = (), other: Run | None = None) -> dict[str, Any]:
+    """What the page shows of ``run``, as JSON can hold it.
+
+    Args:
+        run: the run.
+        name: its name, such as the path of its log.
+        notes: what the reader should know of the log: that it is not whole, say.
+        other: a second run, whose curves are shown beside.
+    """
+    wrong = culprits(run)
+    made: dict[str, Any] = {
+        "name": name,
+        "run": run.name,
+        "steps": run.steps[:: _stride(run)],
+        "about": run.about,
+        "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began)) if run.began else None,
+        "seconds": run.ended - run.began if run.began is not None and run.ended is not None else None,
+        "restarts": run.restarts,
+        "logged": len(run.records),
+        "verdict": {
+            "culprits": [culprit.document() for culprit in wrong[:_MOST]],
+            "sentences": verdict(run, wrong)[min(len(wrong), 3) :],
+            "missing": list(missing_said(run)),
+        },
+        "tiles": list(tiles(run, wrong)),
+        "curves": list(curves(run)),
+        "heats": list(heats(run)),
+        "events": list(happenings(run, wrong)),
+        "ranks": list(leads(run)),
+        "saved": list(places_of_saved(run)),
+        "notes": list(notes),
+    }
+    if other is not None:
+        made["other"] = {
+            "name": other.name,
+            "about": other.about,
+            "steps": other.steps[:: _stride(other)],
+            "curves": list(curves(other)),
+            "tiles": list(tiles(other, culprits(other))),
+        }
+    return made
+
+
+def _stride(run: Run) -> int:
+    return max(1, -(-len(run.records) // _POINTS))
+
+
+def curves(run: Run) -> Iterator[dict[str, Any]]:
+    """The curves of a run. Where steps are joined, the largest number of them stays."""
+    known = {name for _, _, names in CURVES for name, _ in names}
+    for title, section, names in CURVES:
+        series = [(label, column) for key, label in names if (column := _column(run, key)) is not None]
+        if series:
+            unit = "seconds" if "_seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
+            lines = [{"label": label, "values": column} for label, column in series]
+            yield {"title": title, "section": section, "unit": unit, "lines": lines}
+    from disthooks.grads.sinks.base import meaning
+
+    for key in dict.fromkeys(key for record in run.records for key in record):
+        ours = key in known or key.split("/")[0].split("_")[0] in ("grad", "activation", "input", "forward", "backward")
+        if ours or key.startswith(("saved/", "replicas/", "skipped", "nonfinite", "loss", "update", "clip", "param_")):
+            continue
+        column = _column(run, key) if meaning(key) == "number" else None
+        if column is not None:
+            yield {"title": key, "section": "also", "unit": "", "lines": [{"label": "", "values": column}]}
+
+
+def _column(run: Run, name: str) -> list[float | None] | None:
+    given = run.column(name)
+    if all(value is None for value in given):
+        return None
+    stride, found = _stride(run), []
+    for begin in range(0, len(given), stride):
+        part = [value for value in given[begin : begin + stride] if value is not None]
+        bad = [value for value in part if not math.isfinite(value)]
+        found.append(None if not part else bad[0] if bad else float(f"{max(part):.6g}"))
+    # JSON has no number that is not finite, so the page gets these as texts.
+    return [value if value is None or math.isfinite(value) else str(value) for value in found]  # type: ignore[misc]
+
+
+def heats(run: Run) -> Iterator[dict[str, Any]]:
+    """The heat maps of a run. See [Note: a heat map in little room]."""
+    for of, name, title, is_share in HEATS:
+        values = values_of(run, of, name)
+        if values is None or not values.numel() or bool(values.isnan().all()):
+            continue
+        if name == "activation_nonfinite" and not bool((values > 0).any()):
+            continue
+        yield heat(values, is_share) | {"title": title, "of": of, "rows": run.names[of]}
+
+
+def heat(values: torch.Tensor, is_share: bool = False) -> dict[str, Any]:
+    """A heat map of ``values``, of shape (steps, rows). See [Note: a heat map in little room].
+
+    >>> made = heat(torch.tensor([[1.0, 10.0], [100.0, float("nan")]]))
+    >>> made["low"], made["high"], list(zlib.decompress(base64.b64decode(made["data"])))
+    (0.0, 2.0, [2, 252, 128, 128])
+    """
+    steps, rows = values.shape
+    stride = max(1, -(-steps * rows // _CELLS))
+    if stride > 1:
+        missing = torch.full((-steps % stride, rows), math.nan, dtype=values.dtype)
+        known = torch.cat([values, missing]).view(-1, stride, rows)
+        largest = known.nan_to_num(-1.0, posinf=math.inf).amax(1)
+        values = torch.where(largest < 0, math.nan, largest)
+    is_finite = values.isfinite() & ((values > 0) | is_share)
+    if is_share:
+        low, high, scaled = 0.0, 1.0, values
+    else:
+        scaled = values.clamp(min=1e-300).log10()
+        finite = scaled[is_finite]
+        high = float(finite.max()) if len(finite) else 0.0
+        low = max(float(finite.min()), high - _DECADES) if len(finite) else 0.0
+    codes = 2 + ((scaled - low) / max(high - low, 1e-9) * 252).round().clamp(0, 252)
+    codes = torch.where(is_finite, codes, torch.where(values.isnan(), 0.0, torch.where(values == 0, 1.0, 255.0)))
+    # Bytes wrap around, so that a difference is a byte too.
+    bytes_of = codes.to(torch.uint8).T.contiguous()
+    bytes_of[:, 1:] -= bytes_of[:, :-1].clone()
+    data = base64.b64encode(zlib.compress(bytes(bytes_of.flatten().tolist()), 9)).decode()
+    return {"low": low, "high": high, "share": is_share, "stride": stride, "columns": len(values), "data": data}
+
+
+def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
+    """The figures at the top of the page: title, figure, and one line below."""
+    losses = [loss for loss in run.column("loss") if loss is not None]
+    if losses:
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        low = f"lowest {min(finite):.4g}, first {losses[0]:.4g}" if finite else ""
+        yield {"title": "Last loss", "figure": f"{losses[-1]:.4g}", "note": low}
+    peak = peak_of(run)
+    if peak is not None:
+        yield {
+            "title": "Gradient norm, median",
+            "figure": figure("", peak["median"]),
+            "note": f"largest {figure('', peak['norm'])} at step {peak['step']}",
+        }
+    ratios = [ratio for ratio in run.column("clip_ratio") if ratio is not None]
+    if ratios:
+        clipped = [ratio for ratio in ratios if ratio < 1]
+        note = f"the median factor was {statistics.median(clipped):.3g}" if clipped else "no step was clipped"
+        yield {"title": "Steps clipped", "figure": f"{len(clipped) / len(ratios):.0%}", "note": note}
+    skipped = [total for total in run.column("skipped_total") if total is not None]
+    bad = nonfinite_entries(run)
+    totals = [total for total in run.column("nonfinite_steps") if total is not None]
+    note = f"{max(skipped):.0f} steps skipped" if skipped else ""
+    yield {"title": "Steps not finite", "figure": f"{max([len(bad), *map(int, totals)])}", "note": note}
+    if run.began is not None and run.ended is not None and run.ended > run.began and run.steps[-1] > run.steps[0]:
+        each = (run.ended - run.began) / (run.steps[-1] - run.steps[0])
+        yield {"title": "From step to step", "figure": seconds(each), "note": "on average"}
+    moved = [each for each in run.column("saved/moved_per_step") if each is not None]
+    if moved:
+        yield {
+            "title": "Saved tensors moved",
+            "figure": size(statistics.median(moved)),
+            "note": "in a step, first rank",
+        }
+
+
+def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
+    """What happened when: what went wrong, steps that were skipped or not finite, restarts."""
+    found: list[dict[str, Any]] = [
+        {"step": each.step, "kind": each.kind, "rank": each.rank, "text": each.text} for each in wrong
+    ]
+    named = {each.step for each in wrong}
+    for entry in nonfinite_entries(run):
+        if entry["step"] not in named:
+            found.append({"step": entry["step"], "kind": "nonfinite", "rank": None, "text": "Gradients not finite."})
+    lives = 0
+    for record in run.records:
+        if record.get("skipped") == 1.0 and record["step"] not in named:
+            found.append({"step": record["step"], "kind": "skipped", "rank": None, "text": "The step was skipped."})
+        if isinstance(record.get("restart"), int) and record["restart"] > lives:
+            lives = record["restart"]
+            found.append({"step": record["step"], "kind": "restart", "rank": None, "text": f"Restart number {lives}."})
+    yield from sorted(found, key=lambda each: each["step"])[:_MOST]
+
+
+def leads(run: Run) -> Iterator[dict[str, Any]]:
+    """How often each rank had the largest number."""
+    for key, title in (
+        ("grad_norm/argmax_rank", "largest gradient norm"),
+        ("loss/argmax_rank", "largest loss"),
+        ("input_seconds/argmax_rank", "slowest input"),
+        ("forward_seconds/argmax_rank", "slowest forward"),
+        ("backward_seconds/argmax_rank", "slowest backward"),
+    ):
+        given = [rank for rank in run.labels(key) if isinstance(rank, int)]
+        if given:
+            counts = sorted(((given.count(rank), rank) for rank in set(given)), reverse=True)[:16]
+            yield {"title": title, "of": len(given), "ranks": [[rank, count] for count, rank in counts]}
+
+
+def places_of_saved(run: Run) -> Iterator[dict[str, Any]]:
+    """The totals of saved tensors at the end of the run."""
+    last = run.records[-1]
+    for key in dict.fromkeys(key for record in run.records for key in record if key.startswith("saved/")):
+        value = last.get(key)
+        if isinstance(value, (int, float)) and not key.endswith("_per_step"):
+            yield {"name": key.removeprefix("saved/"), "text": figure(key, float(value))}

@@ -1,0 +1,240 @@
+"""``events``: what jumped in a run, of which layer and rank, and in which step."""
+
+# [Note: what jumped]
+# The numbers of a healthy run vary by factors: a gradient of 2 in a run of gradients of 1 is as unusual as one of 0.002
+# in a run of 0.001. So logarithms are compared, in decades. The usual value is the median of the 64 logged steps
+# before, and the usual deviation is 1.48 times the median of the distances from it, which for normal numbers is the
+# standard deviation; neither is moved by a spike. A number has jumped if it is further above the usual value than a
+# limit, and than so many usual deviations. Both are far above what healthy trainings show; benchmarks/faults.py counts
+# their false alarms. The first 12 steps are compared with nothing, because norms of a new model fall fast.
+#
+# [Note: the batch moves all gradients]
+# A batch that is harder than others makes all gradients larger, by a factor of 5 at times, while the loss hardly moves.
+# A fault in one product or one gradient moves some of them. So a gradient is compared with the gradients behind it in
+# the model, which backward computes first: its distance is what is left of it without theirs.
+#
+# The loss of a rank is compared with that of the other ranks in the same step, for the same reason.
+#
+# [Note: what came first]
+# Within a step causes come before effects: outputs of modules in the order of the model, then the loss, then gradients
+# from the last parameter to the first, then updates.
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from disthooks.report.log import Run, number
+
+_WINDOW = 64  # see [Note: what jumped]
+_EVERY = 4  # steps that are compared with the same usual value
+_WARM_UP = 12
+_LEAST = 0.02  # a deviation in decades counts as at least this much
+_TINY = 1e-45
+
+
+class Signal(NamedTuple):
+    """A statistic whose jumps are looked for.
+
+    Attributes:
+        of: "param", "module", or "" for a number of the step.
+        name: its name in the log.
+        rank: the name of the rank that has it; "" if nobody knows.
+        limit: how many decades above the usual value a number must be.
+        deviations: how many usual deviations above it, too.
+    """
+
+    of: str
+    name: str
+    rank: str
+    limit: float
+    deviations: float
+
+
+#: In the order of [Note: what came first]. Of several in one row the first that is logged is looked at: the largest
+#: number of a rank tells more than that of all ranks, and the largest element more than a norm.
+SIGNALS: tuple[tuple[Signal, ...], ...] = (
+    (Signal("module", "activation_max", "activation_max/argmax_rank", 0.6, 6.0),),
+    (
+        Signal("module", "activation_rms/max_rank", "activation_rms/argmax_rank", 0.7, 8.0),
+        Signal("module", "activation_rms", "", 0.7, 8.0),
+    ),
+    (Signal("", "loss/max_rank", "loss/argmax_rank", 0.08, 6.0),),
+    (Signal("", "loss", "", 0.12, 6.0),),
+    (
+        Signal("param", "grad_max_abs/max_rank", "grad_max_abs/argmax_rank", 0.6, 8.0),
+        Signal("param", "grad_norm/max_rank", "grad_norm/argmax_rank", 0.6, 8.0),
+        Signal("param", "grad_norm", "", 0.6, 8.0),
+    ),
+    (Signal("param", "update_ratio", "update_norm/lead_rank", 0.6, 8.0),),
+    (Signal("", "grad_norm/max_rank", "grad_norm/argmax_rank", 1.2, 10.0), Signal("", "grad_norm", "", 1.2, 10.0)),
+)
+#: All updates together: how many decades the median of them must move.
+ALL_UPDATES = Signal("", "update_ratio", "", 0.2, 4.0)
+
+
+class Event(NamedTuple):
+    """A number that jumped.
+
+    Attributes:
+        at: the place of the step among the records.
+        signal: which statistic.
+        place: the place of the parameter or module among their names; -1 for a number of the step.
+        value: the number.
+        usual: the median of the steps before.
+        rank: the rank that has it, if it is known.
+    """
+
+    at: int
+    signal: Signal
+    place: int
+    value: float
+    usual: float
+    rank: int | None
+
+    @property
+    def factor(self) -> float:
+        return self.value / self.usual if self.usual else math.inf
+
+
+class Scores(NamedTuple):
+    """How unusual each number is. See [Note: what jumped].
+
+    Attributes:
+        usual: the median of the steps before: float64, of shape (steps, columns); NaN where too few are known.
+        distance: how many decades a number is above it.
+        deviations: the same in usual deviations.
+    """
+
+    usual: torch.Tensor
+    distance: torch.Tensor
+    deviations: torch.Tensor
+
+
+def values_of(run: Run, of: str, name: str) -> torch.Tensor | None:
+    """The numbers of a statistic: float64, of shape (steps, names); NaN where there is none; None if not logged."""
+    if of:
+        table = run.columns.get((of, name))
+        if table is None or not table.values:
+            return None
+        return torch.frombuffer(table.values, dtype=torch.float64).view(table.steps, table.names)
+    column = [math.nan if value is None else value for value in run.column(name)]
+    return None if all(map(math.isnan, column)) else torch.tensor(column, dtype=torch.float64)[:, None]
+
+
+def scores(values: torch.Tensor) -> Scores:
+    """How unusual each of ``values`` is, of shape (steps, columns). See [Note: what jumped].
+
+    >>> found = scores(torch.tensor([1.0, 1.1, 0.9] * 10 + [50.0])[:, None])
+    >>> round(float(found.usual[-1, 0]), 2), round(float(found.distance[-1, 0]), 2)
+    (1.0, 1.7)
+    """
+    logs = values.double().clamp(min=_TINY).log10()
+    return _compared(torch.where(logs.isfinite(), logs, math.nan))  # what is not finite is said elsewhere
+
+
+def _compared(logs: torch.Tensor) -> Scores:
+    usual = torch.full_like(logs, math.nan)
+    deviation = usual.clone()
+    for begin in range(_WARM_UP, len(logs), _EVERY):
+        window = logs[max(0, begin - _WINDOW) : begin]
+        median = window.nanmedian(0).values
+        is_known = window.isfinite().sum(0) >= _WARM_UP
+        usual[begin : begin + _EVERY] = torch.where(is_known, median, math.nan)
+        deviation[begin : begin + _EVERY] = 1.4826 * (window - median).abs().nanmedian(0).values
+    distance = logs - usual
+    return Scores(10**usual, distance, distance / deviation.clamp(min=_LEAST))
+
+
+def without_those_behind(values: torch.Tensor) -> Scores:
+    """As :func:`scores`, without what all gradients behind do too. See [Note: the batch moves all gradients]."""
+    found = scores(values)
+    distance = found.distance.nan_to_num(0.0)
+    many = distance.shape[1]
+    # The mean of the distances of the parameters behind; of the last one, of all before it.
+    total = distance.flip(1).cumsum(1).flip(1)
+    behind = (total - distance) / torch.arange(many - 1, -1, -1).clamp(min=1)
+    behind[:, -1:] = (total[:, :1] - distance[:, -1:]) / max(many - 1, 1)
+    # What a gradient gains on those behind it, or on all of them, whichever is less.
+    common = torch.maximum(behind, torch.zeros_like(behind))
+    left = found.distance - common
+    return found._replace(distance=left, deviations=_compared(left).deviations)
+
+
+def events(run: Run) -> list[Event]:
+    """What jumped, in the order of steps, and within a step causes before effects. See [Note: what came first]."""
+    found: list[tuple[int, int, int, Event]] = []
+    for order, signals in enumerate(SIGNALS):
+        signal = next((each for each in signals if values_of(run, each.of, each.name) is not None), None)
+        for event in () if signal is None else _of_signal(run, signal):
+            backwards = -event.place if event.signal.of == "param" else event.place
+            found.append((event.at, order, backwards, event))
+    return [event for *_, event in sorted(found, key=lambda each: each[:3])]
+
+
+def _of_signal(run: Run, signal: Signal) -> Iterator[Event]:
+    values = values_of(run, signal.of, signal.name)
+    assert values is not None
+    if signal.of == "param" and signal.name.startswith("grad"):
+        found = without_those_behind(values)
+    elif signal.name == "loss/max_rank":
+        found = scores(values / others_of(run, "loss"))._replace(usual=others_of(run, "loss"))
+    else:
+        found = scores(values)
+    ranks = values_of(run, signal.of, signal.rank) if signal.rank else None
+    is_jump = (found.distance > signal.limit) & (found.deviations > signal.deviations)
+    for at, place in is_jump.nonzero().tolist():
+        rank = math.nan if ranks is None else float(ranks[at, place])
+        known = int(rank) if math.isfinite(rank) else None
+        where = place if signal.of else -1
+        yield Event(at, signal, where, float(values[at, place]), float(found.usual[at, place]), known)
+
+
+def others_of(run: Run, name: str, place: int | None = None) -> torch.Tensor:
+    """The mean over the ranks that do not have the largest number: float64, of shape (steps, 1).
+
+    Args:
+        run: the run.
+        name: a statistic with a largest number and a mean over the ranks.
+        place: of the parameter; None for a number of the step.
+    """
+    of = "" if place is None else "param"
+    most, mean = values_of(run, of, f"{name}/max_rank"), values_of(run, of, f"{name}/mean_rank")
+    mean = values_of(run, of, name) if mean is None else mean
+    assert most is not None
+    assert mean is not None
+    at = 0 if place is None else place
+    ranks = max(2, int(number(run.about.get("ranks")) or 2))
+    others: torch.Tensor = ((mean[:, [at]] * ranks - most[:, [at]]) / (ranks - 1)).clamp(min=0.0)
+    return others
+
+
+@functools.lru_cache(maxsize=8)
+def all_updates(run: Run) -> list[tuple[int, float]]:
+    """The steps at which the updates of all parameters grew together, and by which factor."""
+    values = values_of(run, "param", "update_ratio")
+    if values is None:
+        return []
+    distance = scores(values).distance
+    middle = distance.nanmedian(1, keepdim=True).values
+    compared = _compared(middle)
+    is_jump = (middle > ALL_UPDATES.limit) & (compared.deviations > ALL_UPDATES.deviations)
+    return [(at, 10 ** float(middle[at])) for at in is_jump[:, 0].nonzero().flatten().tolist()]
+
+
+def stops(values: torch.Tensor, at_most: float = 0.0) -> list[tuple[int, int]]:
+    """Where a column of positive numbers becomes ``at_most`` or less and stays so: the step and the column.
+
+    >>> stops(torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]))
+    [(1, 1)]
+    """
+    if len(values) < 2:
+        return []
+    is_gone = values <= at_most
+    stays = torch.cat([is_gone[:-1] & is_gone[1:], is_gone[-1:]])
+    begins = stays[1:] & ~is_gone[:-1] & ~values[:-1].isnan()
+    return sorted((at + 1, place) for at, place in begins.nonzero().tolist())

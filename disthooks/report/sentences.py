@@ -1,0 +1,234 @@
+"""``verdict``: sentences about a run, the most important first, and the words for its numbers."""
+
+# [Note: what stands out]
+# The first sentences say what went wrong, by culprits (culprit.py). A norm stands out too if it is ten times the
+# median, and a rank if its norm is ten times that of the others in one step, or twice in half of the steps: batches of
+# a healthy run differ by less. What the log has no numbers of is named, so that nobody takes "nothing stands out" for
+# more than it is.
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from disthooks.report.log import Run, number
+
+_FEW = 3  # steps, and culprits, that the verdict names one by one
+_MUCH = 10.0  # see [Note: what stands out]
+_SECONDS = re.compile(r"_seconds(_per_step)?(/(max|mean)_rank)?$")
+
+
+def verdict(run: Run, culprits: Sequence[Any]) -> list[str]:
+    """Sentences that say what went wrong, what the rules did, what saving cost, and what the log does not tell.
+
+    See [Note: what stands out].
+
+    Args:
+        run: the run.
+        culprits: what :func:`~disthooks.report.culprit.culprits` found.
+    """
+    named = {culprit.step for culprit in culprits}
+    wrong = [culprit.text for culprit in culprits[:_FEW]]
+    if len(culprits) > _FEW:
+        wrong.append(f"{len(culprits) - _FEW} more things stand out; the last is at step {culprits[-1].step}.")
+    wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
+    if not wrong:
+        wrong = [f"Nothing stands out in {len(run.records)} logged steps, {run.steps[0]} to {run.steps[-1]}."]
+    return [*wrong, *_clipping_said(run), *_saving_said(run), *missing_said(run)]
+
+
+def nonfinite_entries(run: Run) -> list[dict[str, Any]]:
+    """The steps with gradients that were not finite, and the parameters and ranks that the records name."""
+    return [entry for record in run.records if (entry := nonfinite_entry(record)) is not None]
+
+
+def nonfinite_entry(record: dict[str, Any]) -> dict[str, Any] | None:
+    """What a record knows of gradients that were not finite; None if they were finite."""
+    count, norm = number(record.get("nonfinite")), number(record.get("grad_norm"))
+    if count is not None:  # the statistic NonFinite has counted
+        is_nonfinite = count > 0
+    else:
+        is_nonfinite = bool(record.get("nonfinite_at")) or (norm is not None and not math.isfinite(norm))
+    if not is_nonfinite:
+        return None
+    places = [place for place in record.get("nonfinite_at") or [] if isinstance(place, dict)]
+    keys = ("nonfinite_ranks", "nonfinite_params", "nonfinite_since", "nonfinite_steps", "skipped")
+    more = {key.removeprefix("nonfinite_"): record[key] for key in keys if key in record}
+    return {"step": record["step"], "at": places, **more}
+
+
+def nonfinite_words(found: dict[str, Any]) -> str:
+    """What is known of one step with gradients that are not finite, as :func:`nonfinite_entry` has it."""
+    from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
+    from disthooks.watch.replicas import format_ranks
+
+    ranks, at = found.get("ranks"), found["at"]
+    where = f" on {format_ranks(ranks, ' and ')}" if ranks else ""
+    count = found.get("params") or len(at)
+    is_late = is_finite_when_measured(at)
+    words = places_words(at, count, _FEW, says_rank=not is_late and len(ranks or ()) != 1)
+    names = f", of {count} parameter{'s' if count != 1 else ''}: {words}" if at else ""
+    skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[found.get("skipped")]
+    late = f" ({FINITE_WHEN_MEASURED})" if is_late else ""
+    return f"gradients were not finite{where}{names}{late}{skipped}"
+
+
+def _nonfinite_said(run: Run) -> Iterator[str]:
+    found = nonfinite_entries(run)
+    first = [each for each in found if "since" not in each]
+    if len(first) > _FEW:
+        yield f"{len(first) - _FEW} more such steps began a row of their own; the last of them is {first[-1]['step']}."
+    totals = [total for total in run.column("nonfinite_steps") if total is not None]
+    total = int(totals[-1]) if totals else len(found)
+    if found and (total > 1 or len(found) > 1):
+        yield f"Gradients were not finite in {total} steps, {found[0]['step']} to {found[-1]['step']} at least."
+    for blamed in dict.fromkeys(text for record in run.records for text in record.get("blame") or ()):
+        yield f"blame found: {blamed}."
+
+
+def peak_of(run: Run) -> dict[str, Any] | None:
+    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms."""
+    norms, found = [], []
+    for record in run.records:
+        peak, norm = number(record.get("grad_norm/peak")), number(record.get("grad_norm"))
+        if peak is not None and math.isfinite(peak):
+            found.append((peak, record["grad_norm/peak_step"], record.get("grad_norm/peak_rank")))
+        if norm is not None and math.isfinite(norm):
+            norms.append(norm)
+            found.append((norm, record["step"], record.get("grad_norm/argmax_rank")))
+    if not norms:
+        return None
+    largest, step, rank = max(found, key=lambda each: each[0])
+    return {"norm": largest, "step": step, "rank": rank, "median": statistics.median(norms)}
+
+
+def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
+    peak = peak_of(run)
+    if peak and peak["norm"] > _MUCH * peak["median"] and peak["step"] not in named:
+        led = f", and rank {peak['rank']} had the largest norm" if peak["rank"] is not None else ""
+        yield (
+            f"Step {peak['step']}: the gradient norm was {figure('', peak['norm'])}, "
+            f"{_times(peak['norm'], peak['median'])} its median of {figure('', peak['median'])}{led}."
+        )
+
+
+def value_of(record: dict[str, Any], name: str) -> Any:
+    """The value of ``name``; None for the number of a rank that was found by norms that are not finite."""
+    which = re.sub(r"(argmin|argmax|outlier)_rank", "max_rank", name)
+    if which != name and not math.isfinite(number(record.get(which)) or 0.0):
+        return None
+    return record.get(name)
+
+
+def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
+    """Which rank led with the largest norm, if its lead stands out."""
+    leads: dict[int, list[tuple[float, float, float, int]]] = collections.defaultdict(list)
+    for record in run.records:
+        rank = value_of(record, "grad_norm/argmax_rank")
+        most, mean = number(record.get("grad_norm/max_rank")), number(record.get("grad_norm/mean_rank"))
+        if rank is None or most is None or mean is None:
+            continue
+        ranks = run.about.get("ranks") or 2
+        others = max((mean * ranks - most) / max(ranks - 1, 1), 0.0)
+        leads[rank].append((most / others if others else math.inf, most, others, record["step"]))
+    many = sum(map(len, leads.values()))
+    for rank, found in leads.items():
+        lead, most, others, step = max(found)
+        usual = statistics.median(each[0] for each in found)
+        if (lead > _MUCH and step not in named) or (usual > 2 and 2 * len(found) > many):
+            yield (
+                f"Rank {rank} had the largest gradient norm in {len(found)} of {many} logged steps. Its lead is the "
+                f"largest at step {step}: {figure('', most)}, and {figure('', others)} on the other ranks on average."
+            )
+
+
+def _clipping_said(run: Run) -> Iterator[str]:
+    for name in dict.fromkeys(name for record in run.records for name in record):
+        if name.split("/")[0] in ("clip_ratio", "unit_clip_ratio"):
+            ratios = [ratio for ratio in run.column(name) if ratio is not None]
+            clipped = [ratio for ratio in ratios if ratio < 1]
+            label = f" ({name.partition('/')[2]})" if "/" in name else ""
+            factor = f"; the median factor was {statistics.median(clipped):.3g}" if clipped else ""
+            yield f"Gradients were clipped in {len(clipped)} of {len(ratios)} logged steps{label}{factor}."
+    totals = [total for total in run.column("skipped_total") if total is not None]
+    skipped = max(totals) if totals else sum(each or 0.0 for each in run.column("skipped"))
+    if skipped:
+        yield f"{skipped:.0f} step{'s were' if skipped > 1 else ' was'} skipped."
+
+
+def _saving_said(run: Run) -> Iterator[str]:
+    moved = [each for each in run.column("saved/moved_per_step") if each is not None]
+    if not moved:
+        return
+    if not max(moved):
+        yield "Saving moved nothing on the first rank: saved tensors stayed where they were."
+        return
+    waits = 0.0
+    for name in ("pack_seconds", "unpack_seconds"):
+        waited = [each for each in run.column(f"saved/{name}_per_step") if each is not None]
+        waits += statistics.median(waited) if waited else 0.0
+    told = f"Saving moved {size(statistics.median(moved))} of saved tensors a step out of the memory they were in"
+    made = run.steps[-1] - run.steps[0]
+    share = ""
+    if run.began is not None and run.ended is not None and made > 0 and run.ended > run.began:
+        each = (run.ended - run.began) / made
+        share = f", {waits / each:.1%} of the {seconds(each)} from step to step"
+    yield f"{told}, on the first rank; forward and backward waited {seconds(waits)} a step for it{share}."
+
+
+def missing_said(run: Run) -> Iterator[str]:
+    """Which signals the log does not have."""
+    names = {name for record in run.records for name in record} | {name for _, name in run.columns}
+    several = (number(run.about.get("ranks")) or 2) > 1
+    signals = (
+        ("gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite)", {"nonfinite", "skipped"}, True),
+        ("which rank leads (Spread)", {"grad_norm/argmax_rank", "grad_norm/peak_rank"}, several),
+        ("whether the ranks still have the same model (check_replicas)", {"replicas/compared"}, several),
+        ("which layer moved first (stats.full())", {"activation_rms", "update_ratio"}, True),
+    )
+    missing = [what for what, needed, applies in signals if applies and not needed & names]
+    if missing:
+        yield f"The log does not tell {'; '.join(missing)}."
+
+
+def _times(value: float, median: float) -> str:
+    if not median:
+        return "above"
+    return f"{value / median:,.0f} times" if value > _MUCH * median else f"{value / median:.3g} times"
+
+
+def figure(name: str, value: float) -> str:
+    """A number for people: bytes as MiB, seconds as ms, others with four digits.
+
+    >>> figure("saved/moved", 589824.0), figure("saved/pack_seconds_per_step", 0.0042), figure("grad_norm", 0.28957)
+    ('576.0 KiB', '4.2 ms', '0.2896')
+    """
+    if _SECONDS.search(name):
+        return seconds(value)
+    if name.startswith("saved/") and math.isfinite(value):
+        return size(value)
+    return f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """A time for people.
+
+    >>> seconds(0.0000213), seconds(0.2), seconds(75.0)
+    ('0.0213 ms', '200 ms', '75 s')
+    """
+    return f"{value * 1e3:.3g} ms" if abs(value) < 1 else f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(3 << 30)
+    '3.0 GiB'
+    """
+    from disthooks._tensors import format_bytes
+
+    return format_bytes(count)
