@@ -23,7 +23,7 @@ _MOST = 10  # a text names at most so many steps or line numbers
 
 def report(
     path: str = typer.Argument(..., help="A gradients.jsonl, or the directory of a run."),
-    output: str = typer.Option(None, "-o", "--output", help="Write the report as one HTML page to this file."),
+    output: str = typer.Option(None, "--output", "-o", help="Write the report as one HTML page to this file."),
     compare: str = typer.Option(None, "--compare", help="With -o: another run, whose curves the page shows too."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:

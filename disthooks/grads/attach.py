@@ -215,7 +215,7 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
     }
     names = [shard.name for shard in runner.plan.shards]
     try:
-        named = {"param": names, "module": runner.plan.modules}
+        named = {"param": names, "module": runner.plan.modules, "called": runner.forward_hooks.called}
         writer.open(config.sinks if engine.position == 0 else (), about, named)
     except Exception as error:
         failure = error

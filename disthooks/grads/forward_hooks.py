@@ -50,6 +50,7 @@ class ForwardHooks:
 
     Attributes:
         names: the names of the modules whose outputs are read, in the order of the model.
+        called: the places of these modules in :attr:`names`, in the order in which they were called first.
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
     """
 
@@ -61,6 +62,7 @@ class ForwardHooks:
         self._modules = [module for _, module in chosen]
         self._is_logged = True
         self._facts: list[tuple[int, torch.Tensor]] = []
+        self.called: list[int] = []
         self._seen: set[int] = set()  # modules that were read in a forward, not in a backward
         self._losses: list[torch.Tensor] = []
         self._clock = Clock()
@@ -132,6 +134,8 @@ class ForwardHooks:
             return
         if not backward:
             self._seen.add(index)
+        if index not in self.called:
+            self.called.append(index)
         for tensor in floats_of(output):
             if tensor.numel() and tensor.layout is torch.strided:
                 self._facts.append((index, facts_of(tensor)))

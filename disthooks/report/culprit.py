@@ -31,11 +31,13 @@ import torch
 
 from disthooks.grads.stats.base import PHASES
 from disthooks.report.log import Run, number
-from disthooks.report.moved import Event, Scores, all_updates, events, others_of, scores, stops, values_of
+from disthooks.report.moved import Event, Scores, events, others_of, scores, stops, values_of
 
 _GAP = 3  # records without an event that end an episode
 #: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
 _SLOW = ((1.0, 5), (0.3, 20))
+_BEGUN = 12  # records after which a learning rate is no longer warmed up from zero
+_RATE = 1.3
 # The gradients that moved with one that jumped: how many decades, and usual deviations.
 _ALSO = 0.3
 _ALSO_DEVIATIONS = 4.0
@@ -130,7 +132,7 @@ def _judge(run: Run, episode: Sequence[Event]) -> Culprit:
     at = episode[0].at
     now = [event for event in episode if event.at == at]
     modules, of_step, params = ([event for event in now if event.signal.of == of] for of in ("module", "", "param"))
-    grads = [event for event in params if event.signal.name.startswith("grad_norm")]
+    grads = [event for event in params if event.signal.name.startswith("grad")]
     updates = [event for event in params if event.signal.name.startswith("update")]
     losses = [event for event in of_step if event.signal.name.startswith("loss")]
     made = None
@@ -159,27 +161,32 @@ def _culprit(run: Run, kind: str, at: int, where: str, rank: int | None, what: s
 
 
 def _rates(run: Run) -> Iterator[Culprit]:
-    """Jumps of the learning rate that made all updates larger."""
-    rates = run.column("lr")
-    for at, factor in all_updates(run):
-        now, before = rates[at], rates[at - 1] if at else None
-        if now and before and now > 1.3 * before:
+    """Jumps of the learning rate that made the updates larger."""
+    rates, updates = run.column("lr"), values_of(run, "param", "update_ratio")
+    if updates is None:
+        return
+    for at in range(_BEGUN, len(rates)):
+        now, before = rates[at], rates[at - 1]
+        if not now or not before or now < _RATE * before:
+            continue
+        grown = float((updates[at] / updates[at - 1]).nanmedian())
+        if grown > (now / before) ** 0.5:
             step = run.steps[at]
             text = (
-                f"Step {step}: the learning rate jumped from {before:.3g} to {now:.3g}, and the updates of all "
-                f"parameters to {_times(factor)} their usual size"
+                f"Step {step}: the learning rate jumped from {before:.3g} to {now:.3g}, and the updates of the "
+                f"parameters to {_times(grown)} those of the step before"
             )
             yield Culprit("learning rate", step, "", None, f"{text}.", [], ADVICE["learning rate"])
 
 
 def _of_forward(run: Run, at: int, modules: Sequence[Event], losses: Sequence[Event]) -> _Made | None:
-    if min(event.place for event in modules) == 0 and losses:
+    if losses and modules[0].place == run.order["module"][0]:
         return None  # what the first module returns depends on the batch alone
     return _of_jump(run, at, modules)
 
 
 def _of_jump(run: Run, at: int, modules: Sequence[Event]) -> _Made:
-    first = min(modules, key=lambda event: event.place)
+    first = modules[0]
     name = run.names["module"][first.place]
     more = len({event.place for event in modules}) - 1
     tail = f", before those of {more} modules behind it" if more else ""
@@ -210,8 +217,10 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> _Made:
     found = scores(values)
     # Those that moved by less moved too, once it is known that something went wrong in this step.
     moved = (found.distance[at] > _ALSO) & (found.deviations[at] > _ALSO_DEVIATIONS)
-    places = sorted({event.place for event in grads} | set(moved.nonzero().flatten().tolist()))
-    last = max(places)
+    order = run.order["param"]
+    all_moved = {event.place for event in grads} | set(moved.nonzero().flatten().tolist())
+    places = [place for place in order if place in all_moved]
+    last = places[-1]
     is_one = len(places) == 1 or worst.factor > _ALONE * max(_factor(found, at, p) for p in places if p != worst.place)
     place = worst.place if is_one else last
     ranks = values_of(run, "param", f"{name}/argmax_rank")
@@ -219,7 +228,8 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> _Made:
     if is_one:
         what = f"the gradient of {names[place]} jumped to {_times(worst.factor)} its usual size, and no other did so"
         return _culprit(run, "gradient", at, names[place], rank, what)
-    behind = _module_of(names[last + 1]) if last + 1 < len(names) else ""
+    rest = order[order.index(last) + 1 :]
+    behind = _module_of(names[rest[0]]) if rest else ""
     where = behind or _module_of(names[last])
     tail = f", and not those behind it: the backward of {where} went wrong" if behind else ""
     what = (
@@ -291,7 +301,7 @@ def _module_of(name: str) -> str:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+    return f"{factor:.0e} times" if factor >= 1e7 else f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
 
 
 # -- what is known without a history
@@ -321,22 +331,23 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
     entry = nonfinite_entry(record)
     if entry is not None:
         evidence.insert(0, nonfinite_words(entry)[:1].upper() + nonfinite_words(entry)[1:] + ".")
+    jumped = [event for event in events(run) if event.at == at and event.signal.of == "module"]
     if outputs is not None and (outputs[at] > 0).any():
-        place = int((outputs[at] > 0).nonzero()[0])
+        order = run.order["module"]
+        place = next(place for place in order if outputs[at, place] > 0)
         name, rank = (
             run.names["module"][place],
             _whole(values_of(run, "module", "activation_rms/argmax_rank"), at, place),
         )
-        jumped = [event for event in events(run) if event.at == at and event.signal.of == "module"]
-        if jumped and jumped[0].place < place:  # it overflowed further on
-            kind, step, where, rank, text = _of_jump(run, at, jumped)
-            text = f"{text.removesuffix('.')}; the output of {name} then became infinite or NaN."
-            return Culprit(kind, step, where, rank, text, evidence, ADVICE[kind])
+        if jumped and order.index(jumped[0].place) < order.index(place):  # it overflowed further on
+            return _overflowed(run, at, jumped, f"the output of {name}", evidence)
         count = float(outputs[at, place])
         some = f"{count:,.0f} elements" if count > 1 else "an element"
         text = f"{some} of the output of {name} became infinite or NaN"
         _, _, _, _, sentence = _culprit(run, "nonfinite", at, name, rank, text)
         return Culprit("nonfinite", step, name, rank, sentence, evidence, ADVICE["nonfinite"])
+    if jumped:
+        return _overflowed(run, at, jumped, "gradients", evidence)
     places = [place for place in record.get("nonfinite_at") or () if isinstance(place, dict)]
     many = number(record.get("nonfinite_params")) or len(places)
     ranks = [rank for rank in record.get("nonfinite_ranks") or () if isinstance(rank, int)]
@@ -346,6 +357,13 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
         name = _module_of(str(places[0]["before"]))
     words = nonfinite_words(entry) if entry is not None else "the gradient norm was not finite"
     return Culprit("nonfinite", step, name, rank, f"Step {step}: {words}.", evidence[1:], ADVICE["nonfinite"])
+
+
+def _overflowed(run: Run, at: int, jumped: Sequence[Event], what: str, evidence: list[str]) -> Culprit:
+    """An output jumped in the step in which something else became infinite or NaN: that came of it."""
+    kind, step, where, rank, text = _of_jump(run, at, jumped)
+    text = f"{text.removesuffix('.')}; {what} then became infinite or NaN."
+    return Culprit(kind, step, where, rank, text, evidence, ADVICE[kind])
 
 
 def _texts(found: Any) -> list[str]:
@@ -388,7 +406,11 @@ def _leaver(ranks: Sequence[Any], rank: int | None) -> int | None:
 
 
 def _other_copy(run: Run, step: int, names: Sequence[str], ranks: Sequence[Any]) -> int | None:
-    """Which of two copies went wrong: the one that is measured if its update jumped, otherwise the other one."""
+    """Which of two copies went wrong; None if nothing tells it.
+
+    Of two copies one is measured. If its update jumped, it is that one. If the momentum differs, the update of the
+    wrong copy has jumped, and if it is not that of the measured one, it is the other one's.
+    """
     if len(ranks) != 2 or not names or step not in run.steps:
         return None
     name = names[0].partition(": ")[0]
@@ -399,10 +421,10 @@ def _other_copy(run: Run, step: int, names: Sequence[str], ranks: Sequence[Any])
     owner = _whole(leads, at, place)
     if owner is None or owner not in ranks:
         return None
-    jumped = any(
-        event.at == at and event.place == place and event.signal.name.startswith("update") for event in events(run)
-    )
-    return owner if jumped else next(rank for rank in ranks if rank != owner)
+    if any(e.at == at and e.place == place and e.signal.name.startswith("update") for e in events(run)):
+        return owner
+    has_momentum = any(name.partition(": ")[2] in ("exp_avg", "momentum_buffer") for name in names)
+    return next(rank for rank in ranks if rank != owner) if has_momentum else None
 
 
 def _dead(run: Run) -> Iterator[Culprit]:

@@ -44,6 +44,7 @@ class Run:
         optimizer: the number of the optimizer, where a run has several.
         about: what the first line says of the attachment.
         names: for "param" and "module" their names, in the order of the model.
+        order: for "param" and "module" the places of the names in the order in which forward came to them.
         edges: the edges of the bins of histograms.
         records: the numbers of each step, without columns.
         columns: for "param" or "module" and a statistic, a number for each step and name: NaN where there is none, and
@@ -68,6 +69,7 @@ class Run:
         # If a restarted run made a step again, its last record counts.
         kept = sorted({line["step"]: line for line in lines}.values(), key=lambda line: int(line["step"]))
         self.names = _names(lines)
+        self.order = _order(lines, self.names)
         self.records: list[dict[str, Any]] = []
         self.columns: dict[tuple[str, str], Table] = {}
         for at, line in enumerate(kept):
@@ -151,6 +153,24 @@ def _names(lines: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     return names
 
 
+def _order(lines: Sequence[dict[str, Any]], names: dict[str, list[str]]) -> dict[str, list[int]]:
+    """The order of calls. A parameter whose module was not called stands behind the one before it.
+
+    >>> _order([{"names": {"called": [1, 0]}}], {"module": ["b", "a"], "param": ["b.w", "b.x", "a.w"]})
+    {'module': [1, 0], 'param': [2, 0, 1]}
+    """
+    told: dict[str, Any] = next((x["names"] for x in lines if isinstance(x.get("names"), dict)), {})
+    known = range(len(names["module"]))
+    called = [place for place in told.get("called") or () if isinstance(place, int) and place in known]
+    modules = list(dict.fromkeys([*called, *known]))
+    when = {names["module"][place]: at for at, place in enumerate(called)}
+    keys, last = [], -1
+    for name in names["param"]:
+        last = when.get(name.rpartition(".")[0], last)
+        keys.append(last)
+    return {"module": modules, "param": sorted(range(len(keys)), key=keys.__getitem__)}
+
+
 def _single(key: str) -> tuple[str, str, str] | None:
     """Of the name of a single parameter's number: "param" or "module", the statistic, and the name of the parameter.
 
@@ -212,6 +232,51 @@ def read(file: pathlib.Path) -> Log:
         elif line.strip() and place <= len(lines):
             broken.append(place)
     return Log(list(map(Run, found.values())), bool(tail.strip()) and _record(tail) is None, broken)
+
+
+class Tail:
+    """A log that is being written: the last records of the run that wrote last.
+
+    Args:
+        file: the log.
+        most: how many records are kept.
+    """
+
+    def __init__(self, file: pathlib.Path, most: int = 600) -> None:
+        self.file, self.most = file, most
+        self._at, self._rest, self._who = 0, b"", ("", "")
+        self._lines: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {}  # what only one line of a run has
+
+    def read(self) -> Run | None:
+        """The run with what was written since the last call; None while no record is there.
+
+        Raises:
+            UsageError: if the file cannot be read.
+        """
+        try:
+            with self.file.open("rb") as file:
+                if self.file.stat().st_size < self._at:  # it was written anew
+                    self.__init__(self.file, self.most)  # type: ignore[misc]
+                file.seek(self._at)
+                more = file.read()
+        except OSError as error:
+            raise UsageError(f"{self.file}: cannot be read: {error.strerror}") from error
+        self._at += len(more)
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        for line in lines:
+            record = _record(line.decode("utf-8", errors="replace"))
+            if record is not None:
+                self._add(record)
+        return Run([{**self._lines[0], **self._head}, *self._lines[1:]]) if self._lines else None
+
+    def _add(self, record: dict[str, Any]) -> None:
+        who = str(record.get("run")), str(record.get("optimizer"))
+        if who != self._who:
+            self._who, self._lines, self._head = who, [], {}
+        self._head |= {name: record.pop(name) for name in ("about", "names", "edges") if name in record}
+        self._lines.append(record)
+        del self._lines[: -self.most]
 
 
 def _record(text: str) -> dict[str, Any] | None:

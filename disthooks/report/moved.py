@@ -16,14 +16,14 @@
 # The loss of a rank is compared with that of the other ranks in the same step, for the same reason.
 #
 # [Note: what came first]
-# Within a step causes come before effects: outputs of modules in the order of the model, then the loss, then gradients
-# from the last parameter to the first, then updates.
+# Within a step causes come before effects: outputs of modules in the order in which forward called them, then the loss,
+# then gradients from the last parameter to the first, then updates. The order of calls is in the log, because a model
+# may register its modules in another one.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,18 +63,16 @@ SIGNALS: tuple[tuple[Signal, ...], ...] = (
         Signal("module", "activation_rms/max_rank", "activation_rms/argmax_rank", 0.7, 8.0),
         Signal("module", "activation_rms", "", 0.7, 8.0),
     ),
-    (Signal("", "loss/max_rank", "loss/argmax_rank", 0.08, 6.0),),
+    (Signal("", "loss/max_rank", "loss/argmax_rank", 0.158, 7.6),),
     (Signal("", "loss", "", 0.12, 6.0),),
     (
-        Signal("param", "grad_max_abs/max_rank", "grad_max_abs/argmax_rank", 0.6, 8.0),
-        Signal("param", "grad_norm/max_rank", "grad_norm/argmax_rank", 0.6, 8.0),
-        Signal("param", "grad_norm", "", 0.6, 8.0),
+        Signal("param", "grad_max_abs/max_rank", "grad_max_abs/argmax_rank", 0.9, 7.0),
+        Signal("param", "grad_norm/max_rank", "grad_norm/argmax_rank", 0.7, 8.0),
+        Signal("param", "grad_norm", "", 0.7, 8.0),
     ),
     (Signal("param", "update_ratio", "update_norm/lead_rank", 0.6, 8.0),),
     (Signal("", "grad_norm/max_rank", "grad_norm/argmax_rank", 1.2, 10.0), Signal("", "grad_norm", "", 1.2, 10.0)),
 )
-#: All updates together: how many decades the median of them must move.
-ALL_UPDATES = Signal("", "update_ratio", "", 0.2, 4.0)
 
 
 class Event(NamedTuple):
@@ -150,17 +148,22 @@ def _compared(logs: torch.Tensor) -> Scores:
     return Scores(10**usual, distance, distance / deviation.clamp(min=_LEAST))
 
 
-def without_those_behind(values: torch.Tensor) -> Scores:
-    """As :func:`scores`, without what all gradients behind do too. See [Note: the batch moves all gradients]."""
+def without_those_behind(values: torch.Tensor, order: Sequence[int]) -> Scores:
+    """As :func:`scores`, without what all gradients behind do too. See [Note: the batch moves all gradients].
+
+    Args:
+        values: numbers of shape (steps, parameters).
+        order: the parameters in the order in which forward came to them.
+    """
     found = scores(values)
-    distance = found.distance.nan_to_num(0.0)
+    distance = found.distance[:, list(order)].nan_to_num(0.0)
     many = distance.shape[1]
-    # The mean of the distances of the parameters behind; of the last one, of all before it.
     total = distance.flip(1).cumsum(1).flip(1)
+    # The mean of those behind; of the last one, the mean of all others.
     behind = (total - distance) / torch.arange(many - 1, -1, -1).clamp(min=1)
     behind[:, -1:] = (total[:, :1] - distance[:, -1:]) / max(many - 1, 1)
-    # What a gradient gains on those behind it, or on all of them, whichever is less.
-    common = torch.maximum(behind, torch.zeros_like(behind))
+    common = torch.empty_like(behind)
+    common[:, list(order)] = behind.clamp(min=0.0)
     left = found.distance - common
     return found._replace(distance=left, deviations=_compared(left).deviations)
 
@@ -170,9 +173,12 @@ def events(run: Run) -> list[Event]:
     found: list[tuple[int, int, int, Event]] = []
     for order, signals in enumerate(SIGNALS):
         signal = next((each for each in signals if values_of(run, each.of, each.name) is not None), None)
-        for event in () if signal is None else _of_signal(run, signal):
-            backwards = -event.place if event.signal.of == "param" else event.place
-            found.append((event.at, order, backwards, event))
+        if signal is None:
+            continue
+        when = {place: at for at, place in enumerate(run.order.get(signal.of, ()))}
+        for event in _of_signal(run, signal):
+            at = when.get(event.place, 0)
+            found.append((event.at, order, -at if signal.of == "param" else at, event))
     return [event for *_, event in sorted(found, key=lambda each: each[:3])]
 
 
@@ -180,7 +186,7 @@ def _of_signal(run: Run, signal: Signal) -> Iterator[Event]:
     values = values_of(run, signal.of, signal.name)
     assert values is not None
     if signal.of == "param" and signal.name.startswith("grad"):
-        found = without_those_behind(values)
+        found = without_those_behind(values, run.order["param"])
     elif signal.name == "loss/max_rank":
         found = scores(values / others_of(run, "loss"))._replace(usual=others_of(run, "loss"))
     else:
@@ -211,19 +217,6 @@ def others_of(run: Run, name: str, place: int | None = None) -> torch.Tensor:
     ranks = max(2, int(number(run.about.get("ranks")) or 2))
     others: torch.Tensor = ((mean[:, [at]] * ranks - most[:, [at]]) / (ranks - 1)).clamp(min=0.0)
     return others
-
-
-@functools.lru_cache(maxsize=8)
-def all_updates(run: Run) -> list[tuple[int, float]]:
-    """The steps at which the updates of all parameters grew together, and by which factor."""
-    values = values_of(run, "param", "update_ratio")
-    if values is None:
-        return []
-    distance = scores(values).distance
-    middle = distance.nanmedian(1, keepdim=True).values
-    compared = _compared(middle)
-    is_jump = (middle > ALL_UPDATES.limit) & (compared.deviations > ALL_UPDATES.deviations)
-    return [(at, 10 ** float(middle[at])) for at in is_jump[:, 0].nonzero().flatten().tolist()]
 
 
 def stops(values: torch.Tensor, at_most: float = 0.0) -> list[tuple[int, int]]:

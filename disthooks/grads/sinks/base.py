@@ -248,11 +248,12 @@ class OpenSink:
         about: what is attached, in plain values: engine, number of ranks, rules and statistics. Empty if the sink was
             opened by hand.
         names: the names of the parameters ("param") and of the modules ("module") that records have numbers of, in the
-            order of the model. Empty if the sink was opened by hand.
+            order of the model; and the places of the modules in the order in which forward called them ("called").
+            Empty if the sink was opened by hand.
     """
 
     about: Mapping[str, Any] = _NOTHING
-    names: Mapping[str, Sequence[str]] = _NOTHING
+    names: Mapping[str, Sequence[Any]] = _NOTHING
 
     def __init__(self, sink: object) -> None:
         self._named = repr(sink)
@@ -289,7 +290,7 @@ class RecordWriter:
         self,
         sinks: Iterable[Sink],
         about: Mapping[str, Any] = _NOTHING,
-        names: Mapping[str, Sequence[str]] = _NOTHING,
+        names: Mapping[str, Sequence[Any]] = _NOTHING,
     ) -> None:
         """Open each of ``sinks``, with ``about`` and ``names`` as its attributes.
 

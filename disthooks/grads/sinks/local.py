@@ -178,7 +178,7 @@ class Lines(OpenSink):
     @functools.cached_property
     def _places(self) -> dict[str, dict[str, int]]:
         """For "param" and "module" the place of each name."""
-        return {of: {name: place for place, name in enumerate(names)} for of, names in self.names.items()}
+        return {of: {name: place for place, name in enumerate(self.names[of])} for of in ("param", "module")}
 
     def _apart(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, list[Any]]]]:
         """The numbers of the step, and the columns: for "param" and "module" a list for each statistic."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import copy
 import inspect
 import io
@@ -10,9 +11,12 @@ import json
 import math
 import os
 import pathlib
+import pty
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Sequence
@@ -32,6 +36,7 @@ from disthooks.cli.doctor import problems
 from disthooks.cli.explain import folded, tree_lines, tree_table
 from disthooks.predict.explanation import ModuleRow
 from tests.support import ROOT
+from tests.support.logs import log
 from tests.support.models import Tiny, step, tokens
 
 JOBS = ROOT / "tests" / "support" / "jobs"
@@ -49,7 +54,8 @@ FROZEN = {
         *("--batch", "--seq", "--measured", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
     ],
     "launch": [],
-    "report": ["path", "-o/--output", "--compare", "--json"],
+    "report": ["path", "--output/-o", "--compare", "--json"],
+    "watch": ["path", "--once", "--every"],
 }
 
 
@@ -751,6 +757,65 @@ def test_report_of_what_is_not_whole(text: str | None, code: int, says: str, tmp
         (tmp_path / "gradients.jsonl").write_text(text)
     result = run("report", tmp_path, code=code)
     assert says in (result.stderr if code else result.stdout)
+
+
+# -- watch
+
+
+def test_watch_shows_one_frame(tmp_path: pathlib.Path) -> None:
+    file = log(tmp_path / "gradients.jsonl", steps=100, layers=60)
+    told = run("watch", tmp_path, "--once").stdout
+    lines = told.splitlines()
+    assert lines[0].startswith("step 99  DDP, 2 ranks, 1 s a step, logged ")
+    assert lines[1].startswith("Step 75 on rank 1: the output of blocks.7.c jumped to ")
+    assert [line.split()[0] for line in lines if line.startswith("            loss")] == ["loss"]
+    assert sum("blocks." in line for line in lines[3:]) == 8, "two of the 15 blocks are in a row"
+    assert "largest norm rank 0 in 50% of steps" in told
+    assert len(lines) <= 24
+    file.write_text("")
+    assert "no step is logged there yet" in run("watch", file, "--once").stdout
+    assert "--every" in run("watch", file, "--every", "0", code=1).stderr
+
+
+def test_watch_goes_on_until_ctrl_c(tmp_path: pathlib.Path) -> None:
+    """In a terminal: the frame follows the log."""
+    whole = log(tmp_path / "whole.jsonl", steps=30, layers=4).read_text().splitlines(keepends=True)
+    file = tmp_path / "growing.jsonl"
+    file.write_text("".join(whole[:20]))
+    own, other = pty.openpty()
+    command = [sys.executable, "-m", "disthooks", "watch", str(file), "--every", "0.1"]
+
+    def heed_ctrl_c() -> None:  # also if this process was started in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    streams = {"stdin": other, "stdout": other, "stderr": other}
+    with subprocess.Popen(command, **streams, cwd=tmp_path, env=ENV, preexec_fn=heed_ctrl_c) as process:
+        os.close(other)
+        seen = b""
+
+        def wait_for(text: bytes) -> None:
+            nonlocal seen
+            end = time.monotonic() + 60
+            while text not in seen:
+                assert time.monotonic() < end, seen
+                seen += os.read(own, 1 << 16)
+
+        wait_for(b"step 19")
+        with file.open("a") as log_file:
+            log_file.writelines(whole[20:])
+        wait_for(b"step 29")
+        process.send_signal(signal.SIGINT)
+        reader = threading.Thread(target=lambda: iter_until_closed(own), daemon=True)
+        reader.start()
+        assert process.wait(60) == 130
+    assert b"Traceback" not in seen
+
+
+def iter_until_closed(descriptor: int) -> None:
+    """Read what a process still writes, so that it does not wait."""
+    with contextlib.suppress(OSError):
+        while os.read(descriptor, 1 << 16):
+            pass
 
 
 # -- env

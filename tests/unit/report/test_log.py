@@ -12,7 +12,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import UsageError
-from disthooks.report.log import file_of, read
+from disthooks.report.log import Tail, file_of, read
 from disthooks.report.moved import values_of
 from tests.support.logs import log
 
@@ -79,5 +79,30 @@ def test_the_log_of_a_folder_is_found(tmp_path: pathlib.Path) -> None:
     log(tmp_path / "other.jsonl", 2, 1)
     assert file_of(tmp_path) == tmp_path / "a" / "gradients.jsonl"
     log(tmp_path / "gradients.jsonl", 2, 1)
-    with pytest.raises(UsageError, match="has 2 logs: .*; give the file"):
+    with pytest.raises(UsageError, match=r"has 2 logs: .*; give the file"):
         file_of(tmp_path)
+
+
+def test_a_log_that_grows_is_followed(tmp_path: pathlib.Path) -> None:
+    whole = log(tmp_path / "whole.jsonl", steps=30, layers=4).read_bytes()
+    growing = tmp_path / "growing.jsonl"
+    growing.write_bytes(b"")
+    tail = Tail(growing, most=10)
+    assert tail.read() is None
+    for end in (*range(0, len(whole), 700), len(whole)):
+        growing.write_bytes(whole[:end])
+        found = tail.read()
+        written = whole[:end].count(b"\n")
+        if written:
+            assert found is not None
+            assert found.steps == list(range(max(0, written - 10), written))
+            assert len(found.names["param"]) == 4, "the names are in the first line alone"
+    growing.write_bytes(whole[: whole.index(b"\n") + 1])  # it was written anew
+    found = tail.read()
+    assert found is not None
+    assert found.steps == [0]
+    with growing.open("a") as file:
+        file.write('{"step": 0, "run": "another", "loss": 1.0}\n')
+    found = tail.read()
+    assert found is not None
+    assert (found.name, found.names["param"]) == ("another", [])
