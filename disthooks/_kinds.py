@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, str]] = {
         "Activations": "disthooks.grads.stats.forward:Activations",
         "Agreement": "disthooks.grads.stats.across_ranks:Agreement",
         "Extremes": "disthooks.grads.stats.elements:Extremes",
+        "Fingerprints": "disthooks.grads.stats.fingerprints:Fingerprints",
         "Histogram": "disthooks.grads.stats.elements:Histogram",
         "Loss": "disthooks.grads.stats.forward:Loss",
         "MaxAbs": "disthooks.grads.stats.norms:MaxAbs",

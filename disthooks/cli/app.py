@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from disthooks import __version__
 from disthooks.cli.check import check
+from disthooks.cli.diff import diff
 from disthooks.cli.env import env
 from disthooks.cli.explain import explain
 from disthooks.cli.report import report
@@ -83,7 +84,7 @@ def _whole(
         raise typer.Exit(2)
 
 
-for _command in (env, check, explain, report, watch):
+for _command in (env, check, explain, report, watch, diff):
     app.command(context_settings=_HELP)(_with_short_errors(_command))
 app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
 

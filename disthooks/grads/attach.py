@@ -42,7 +42,6 @@ from disthooks.grads.records import Reading, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule, as_rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink, as_also_logged
 from disthooks.grads.stats.base import Stat, State
-from disthooks.grads.stats.forward import needs_of
 from disthooks.grads.step import StepChecks, StepRunner
 
 
@@ -173,7 +172,7 @@ def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsC
                 "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
                 "before the engine takes the model"
             )
-    forward_hooks = ForwardHooks(engine.model, model, needs_of(config.stats))
+    forward_hooks = ForwardHooks(engine.model, model, [stat.forward_needs() for stat in config.stats])
     plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards), forward_hooks.names)
     for i, stat in enumerate(config.stats):
         if stat.alone and any(type(other) is type(stat) for other in config.stats[:i]):
@@ -403,7 +402,7 @@ class Gradients(Attachment):
     def _begin_hooks(self) -> None:
         is_logged = self._is_logged()
         self._runner.local_hooks.begin(self.steps, is_logged)
-        self._runner.forward_hooks.begin(is_logged)
+        self._runner.forward_hooks.begin(self.steps, is_logged)
 
     def _is_logged(self) -> bool:
         """Whether the step that is made next is to be logged."""

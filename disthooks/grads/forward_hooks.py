@@ -19,14 +19,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from disthooks._handles import UncopiedHook
+from disthooks._hashing import GOLDEN, Checksums, signed64
 from disthooks._match import Pattern, canonical_name, match_modules
 from disthooks._tensors import floats_of, local_part
 from disthooks._torch import in_backward, in_transform
@@ -46,7 +49,7 @@ class ForwardHooks:
     Args:
         model: the user's own model.
         called: the model that the loop calls: the engine's wrapper around it, or the model itself.
-        needs: what statistics need.
+        needs: what each statistic needs.
 
     Attributes:
         names: the names of the modules whose outputs are read, in the order of the model.
@@ -54,14 +57,23 @@ class ForwardHooks:
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
     """
 
-    def __init__(self, model: nn.Module, called: nn.Module, needs: ForwardNeeds) -> None:
-        self._model, self._called, self._needs = model, called, needs
+    def __init__(self, model: nn.Module, called: nn.Module, needs: Sequence[ForwardNeeds]) -> None:
+        self._model, self._called = model, called
+        self._is_needed = any(need != ForwardNeeds() for need in needs)
+        self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
+        self._has_facts, self._print_every = (
+            any(need.facts for need in needs),
+            max(need.prints for need in needs or [ForwardNeeds()]),
+        )
         self._is_in_forward = False
-        chosen = [] if needs.modules is None else _chosen(model, needs.modules)
-        self.names, self.has_times = [name for name, _ in chosen], needs.times
+        chosen = _chosen(model, [need.modules for need in needs if need.modules is not None])
+        self.names = [name for name, _ in chosen]
         self._modules = [module for _, module in chosen]
         self._is_logged = True
+        self._is_printed = self._print_every > 0
         self._facts: list[tuple[int, torch.Tensor]] = []
+        self._prints: dict[tuple[int, int], torch.Tensor] = {}  # by module, of inputs (0) and of outputs (1)
+        self._checksums = Checksums()
         self.called: list[int] = []
         self._seen: set[int] = set()  # modules that were read in a forward, not in a backward
         self._losses: list[torch.Tensor] = []
@@ -73,15 +85,20 @@ class ForwardHooks:
             module.register_forward_hook(UncopiedHook(_Reader(self, index)))
             for index, module in enumerate(self._modules)
         ]
-        if self._needs.loss or self._needs.times:
+        if self._print_every:
+            for index, module in enumerate(self._modules):
+                before = UncopiedHook(_InputReader(self, index))
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if self._has_loss or self.has_times:
             for module in {self._called, self._model}:
                 handles.append(module.register_forward_pre_hook(UncopiedHook(self._begin_forward)))
             handles.append(self._model.register_forward_hook(UncopiedHook(self._end_forward)))
         return handles
 
-    def begin(self, is_logged: bool) -> None:
-        """The next forwards belong to a step that is logged, or not."""
+    def begin(self, step: int, is_logged: bool) -> None:
+        """The next forwards belong to ``step``, which is logged or not."""
         self._is_logged, self._is_in_forward = is_logged, False
+        self._is_printed = self._print_every > 0 and step % self._print_every == 0
         self._clock.begin()
 
     def end_step(self) -> None:
@@ -107,8 +124,9 @@ class ForwardHooks:
         """What was seen since the last call, on ``device``; None if nobody asks. Called once in each step."""
         facts, self._facts = self._facts, []
         losses, self._losses = self._losses, []
+        prints, self._prints = self._prints, {}
         seconds = self._clock.take()
-        if not is_logged or self._needs == ForwardNeeds():
+        if not is_logged or not self._is_needed:
             return None
         outputs = torch.zeros(len(self.names), 5, dtype=torch.float64, device=device)
         if facts:
@@ -122,23 +140,54 @@ class ForwardHooks:
         if losses:
             total = torch.stack([onto(each, device) for each in losses]).sum()
             loss = torch.stack([total, torch.full_like(total, len(losses))])
-        return ForwardFacts(outputs, loss, moved(torch.tensor(seconds, dtype=torch.float64), device))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        of_sides = [
+            onto(prints[key], device) if key in prints else zero
+            for key in itertools.product(range(len(self.names)), (0, 1))
+        ]
+        return ForwardFacts(
+            outputs,
+            loss,
+            moved(torch.tensor(seconds, dtype=torch.float64), device),
+            torch.stack(of_sides).view(-1, 2) if of_sides else zero.new_zeros(0, 2),
+        )
 
     # -- hooks
 
     @torch.no_grad()
     def read(self, index: int, output: Any) -> None:
         """Read the output of a module; see [Note: outputs are read in forward]."""
-        backward = in_backward()
-        if (backward and index in self._seen) or in_transform():
+        if self._is_again(index):
             return
-        if not backward:
+        if not in_backward():
             self._seen.add(index)
         if index not in self.called:
             self.called.append(index)
-        for tensor in floats_of(output):
-            if tensor.numel() and tensor.layout is torch.strided:
-                self._facts.append((index, facts_of(tensor)))
+        tensors = [tensor for tensor in floats_of(output) if tensor.numel() and tensor.layout is torch.strided]
+        if self._has_facts:
+            self._facts += [(index, facts_of(tensor)) for tensor in tensors]
+        self._print(index, 1, tensors)
+
+    @torch.no_grad()
+    def read_inputs(self, index: int, inputs: Any) -> None:
+        """Make the fingerprint of a module's inputs, before it may change them in place."""
+        if self._is_printed and not self._is_again(index):
+            self._print(index, 0, [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)])
+
+    def _is_again(self, index: int) -> bool:
+        """Whether a checkpoint runs the module again."""
+        return (in_backward() and index in self._seen) or in_transform()
+
+    def _print(self, index: int, side: int, tensors: Sequence[torch.Tensor]) -> None:
+        if not self._is_printed:
+            return
+        for tensor in map(local_part, tensors):
+            if tensor.layout is torch.strided and not tensor.is_quantized:
+                # The order of the calls counts.
+                before, mine = self._prints.get((index, side)), self._checksums(tensor)
+                self._prints[index, side] = (
+                    mine if before is None else before * signed64(GOLDEN) + onto(mine, before.device)
+                )
 
     @property
     def is_reading(self) -> bool:
@@ -157,7 +206,7 @@ class ForwardHooks:
         self._clock.mark("forward")
         self._is_in_forward = False
         found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if self._needs.loss and isinstance(found, torch.Tensor) and found.numel() == 1:
+        if self._has_loss and isinstance(found, torch.Tensor) and found.numel() == 1:
             self.note_loss(found)
 
 
@@ -206,15 +255,24 @@ class _Reader:
             self.hooks.read(self.index, output)
 
 
-def _chosen(model: nn.Module, patterns: Iterable[Pattern]) -> Sequence[tuple[str, nn.Module]]:
-    patterns = tuple(patterns)
-    if patterns:
-        return [(canonical_name(name), module) for name, module in match_modules(model, patterns)]
-    return [
-        (canonical_name(name), module)
-        for name, module in model.named_modules()
-        if not next(module.children(), None) and not isinstance(module, _SAME)
-    ]
+class _InputReader(_Reader):
+    """The hook on the inputs of one module."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.hooks.is_reading:
+            self.hooks.read_inputs(self.index, (args, kwargs))
+
+
+def _chosen(model: nn.Module, wanted: Sequence[Sequence[Pattern]]) -> list[tuple[str, nn.Module]]:
+    """The modules that any of the lists of patterns matches; an empty list is for those without modules inside."""
+    found: set[int] = set()
+    for patterns in wanted:
+        if patterns:
+            found |= {id(module) for _, module in match_modules(model, patterns)}
+        else:
+            leaves = (each for each in model.modules() if not next(each.children(), None))
+            found |= {id(module) for module in leaves if not isinstance(module, _SAME)}
+    return [(canonical_name(name), module) for name, module in model.named_modules() if id(module) in found]
 
 
 def _together(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

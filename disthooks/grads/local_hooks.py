@@ -13,12 +13,13 @@ optimizer will use (step.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from disthooks._handles import weak_method
+from disthooks._hashing import GOLDEN, Checksums, signed64
 from disthooks._streams import refuse_capture
 from disthooks._tensors import local_part
 from disthooks._torch import backward_id, capturing
@@ -46,15 +47,17 @@ class LocalNeeds(NamedTuple):
         always: the facts that every step needs.
         accumulated: the parameters whose gradients are added up in a step that is logged, as indices of the engine.
         is_required: whether a statistic needs every gradient: then it is an error if no hook sees a gradient.
+        print_every: every how many steps fingerprints are needed, if they are.
     """
 
     logged: frozenset[LocalFact]
     always: frozenset[LocalFact]
     accumulated: frozenset[int]
     is_required: bool
+    print_every: int = 1
 
     @staticmethod
-    def of(plan: StepPlan, stats: Iterable[Stat], indices: Sequence[int]) -> LocalNeeds:
+    def of(plan: StepPlan, stats: Sequence[Stat], indices: Sequence[int]) -> LocalNeeds:
         """The needs of ``stats`` and of the rules of ``plan``, for the engine's parameters ``indices``."""
         measures = [measure for stat in stats for measure in stat.measures()]
         logged = frozenset(fact for measure in measures for fact in measure.local_facts)
@@ -65,6 +68,7 @@ class LocalNeeds(NamedTuple):
             ),
             accumulated=frozenset(indices[i] for measure in measures for i in measure.accumulates(plan.shards)),
             is_required=bool(logged),
+            print_every=max([1, *(stat.forward_needs().prints for stat in stats)]),
         )
 
 
@@ -140,7 +144,7 @@ class LocalGradientHooks:
         self._is_logged, self._is_required = True, needs.is_required or bool(rules.scopes)
         self._stats: dict[int, LocalStats] = {}
         self._last_backward: dict[int, int] = {}
-        self._no_stats = [_NO_STATS] * len(indices)
+        self._no_stats, self._checksums = [_NO_STATS] * len(indices), Checksums()
         self._has_stats = bool(needs.logged | needs.always)
         self.on_gradient: Callable[[], None] | None = None
         self.has_rules = bool(rules.scopes)
@@ -198,6 +202,11 @@ class LocalGradientHooks:
             stats = stats._replace(finite_probes=(*stats.finite_probes, finite_probe(grad)))
         if "largest" in facts:
             stats = stats._replace(largest=(*stats.largest, largest_of(grad)))
+        if "fingerprint" in facts and self.rules.step % self._needs.print_every == 0:
+            mine = self._checksums(grad)  # the order of the micro-batches counts
+            stats = stats._replace(
+                fingerprint=mine if stats.fingerprint is None else stats.fingerprint * signed64(GOLDEN) + mine
+            )
         if self._is_logged and index in self._needs.accumulated:
             total = grad.clone() if stats.accumulated is None else stats.accumulated + grad
             stats = stats._replace(accumulated=total)

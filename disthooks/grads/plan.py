@@ -183,6 +183,7 @@ class StepPlan:
         scopes: the indices of all parameters, and then those of each group.
         rounds: the rounds before the update.
         after: the measures of a logged step after the update.
+        needs_before: whether one of them needs the parameters from before it, too.
         rules: all rules in the order in which they are applied.
         rewritten: the parameters whose gradients a rule may change.
     """
@@ -210,6 +211,7 @@ class StepPlan:
             rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))
         self.rounds = tuple(rounds)
         self.after = self._layout([use for use in logged if use[0].after])
+        self.needs_before = any(measure.before for measure in self.after.uses)
         self.rules = [bound for part in rounds for bound in part.rules]
         self.rewritten = frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 

@@ -132,7 +132,7 @@ class PendingRecord(NamedTuple):
         for layout, vector_pair in measured:
             values = layout.unpack(vector_pair)
             rows |= {m: values[m].view(len(layout.sizes[m]), -1) for m in layout.uses if m in wanted}
-        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks, plan.modules)
+        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks, plan.modules, self.step)
         for stat, state in stats:
             record |= stat.record(found, state)
         return record | dict(self.settings)

@@ -183,7 +183,7 @@ class StepRunner:
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
         self._before_update: tuple[StepResult, Grads] | None = None
-        self._has_warned = False
+        self._has_warned, self._step = False, 0
 
     def run(self, step: int, is_logged: bool, reuse_copies: bool) -> StepResult:
         """Measure the gradients, and rewrite them in place.
@@ -193,7 +193,7 @@ class StepRunner:
             is_logged: whether this step will be logged.
             reuse_copies: whether the copies of the parameters stay in memory for the next logged step.
         """
-        self._before_update = None
+        self._before_update, self._step = None, step
         self._deferred_errors.check()
         final = [shard.gradient() for shard in self.plan.shards]
         if not self._has_warned and all(grad is None for grad in final):
@@ -211,7 +211,8 @@ class StepRunner:
                     grad.copy_(copy * scale)
         self._deferred_errors.set(result.deferred_errors)
         if is_logged and self.plan.after.uses:
-            self._before_update = result, self._copy_parameters(reuse_copies)
+            copies = self._copy_parameters(reuse_copies) if self.plan.needs_before else []
+            self._before_update = result, copies
         return result
 
     def warn_of_no_gradient(self, step: int, what: str = "no gradient") -> None:
@@ -233,7 +234,7 @@ class StepRunner:
         if self._before_update is None:
             return None
         (result, before), self._before_update = self._before_update, None
-        inputs = self._inputs([None] * len(self.plan.shards))._replace(before=before)
+        inputs = self._inputs([None] * len(self.plan.shards))._replace(before=before, step=self._step)
         result.merged.append(collectives.reduce(self.group, self.plan.after.pack(inputs)))
         return result
 
@@ -242,7 +243,9 @@ class StepRunner:
         local_stats, forward = self.local_hooks.take(), self.forward_hooks.take(self.device, is_logged)
         for part in self.plan.rounds:
             layout = part.layout(is_logged)
-            inputs = self._inputs(grads)._replace(local_stats=local_stats, scale=local_scale, forward=forward)
+            inputs = self._inputs(grads)._replace(
+                local_stats=local_stats, scale=local_scale, forward=forward, step=step
+            )
             merged = collectives.reduce(self.group, layout.pack(inputs))
             values = layout.unpack(merged)
             result.merged.append(merged)

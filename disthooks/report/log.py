@@ -49,6 +49,7 @@ class Run:
         records: the numbers of each step, without columns.
         columns: for "param" or "module" and a statistic, a number for each step and name: NaN where there is none, and
             infinity where it is not finite.
+        texts: the same for statistics that are texts: for each record a list, or None.
         written: how many records there are, with those that were replaced by a later one of the same step.
         again: whether a step follows one that is not before it.
         restarts: how often the launcher started it again.
@@ -72,6 +73,7 @@ class Run:
         self.order = _order(lines, self.names)
         self.records: list[dict[str, Any]] = []
         self.columns: dict[tuple[str, str], Table] = {}
+        self.texts: dict[tuple[str, str], list[list[Any] | None]] = {}
         for at, line in enumerate(kept):
             self.records.append(self._apart(at, line, len(kept)))
 
@@ -94,13 +96,19 @@ class Run:
             if key in KINDS and isinstance(value, dict):
                 for statistic, column in value.items():
                     if len(column) == len(self.names[key]):
-                        self._table(key, str(statistic), steps).set(at, column)
+                        self._set(at, key, str(statistic), column, steps)
             elif (found := _single(key)) is not None:  # a log of version 1, or of a sink that was opened by hand
                 of, statistic, name = found
                 self._table(of, statistic, steps).set_one(at, self.names[of].index(name), value)
             elif key not in ("about", "names", "edges"):
                 record[key] = value
         return record
+
+    def _set(self, at: int, of: str, statistic: str, column: Any, steps: int) -> None:
+        if isinstance(column, array):
+            self._table(of, statistic, steps).set(at, column)
+        else:
+            self.texts.setdefault((of, statistic), [None] * steps)[at] = column
 
     def _table(self, of: str, statistic: str, steps: int) -> Table:
         key = of, statistic
@@ -288,7 +296,11 @@ def _record(text: str) -> dict[str, Any] | None:
         return None
     for of in KINDS:  # a long log has millions of numbers, and a list of floats takes four times the memory
         if isinstance(record.get(of), dict):
-            record[of] = {name: _packed(column) for name, column in record[of].items() if isinstance(column, list)}
+            record[of] = {
+                name: column if name.startswith("fingerprint/") else _packed(column)
+                for name, column in record[of].items()
+                if isinstance(column, list)
+            }
     return record
 
 

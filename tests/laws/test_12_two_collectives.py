@@ -27,7 +27,7 @@ from tests.support.ranks.harness import Ranks
 EVERYTHING = [
     *stats.standard(per_parameter=True),
     *(stats.Norm(1.0), stats.MaxAbs(), stats.Weights(), stats.Spread(per_parameter=True), stats.NoiseScale()),
-    *(stats.Activations(), stats.Loss(), stats.Times()),
+    *(stats.Activations(), stats.Loss(), stats.Times(), stats.RankMaxAbs(per_parameter=True)),
 ]
 
 

@@ -120,6 +120,8 @@ STATS += [stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(pe
 
 
 STATS += [stats.Updates(), stats.Spread(), stats.NoiseScale(), stats.Agreement("head.*")]
+STATS += [stats.Updates(per_parameter=True), stats.RankMaxAbs(per_parameter=True), stats.Loss(), stats.Times()]
+STATS += [stats.Activations(), stats.Fingerprints()]
 
 
 @pytest.mark.parametrize("stat", STATS, ids=str)

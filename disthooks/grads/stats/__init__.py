@@ -6,6 +6,7 @@ from __future__ import annotations
 from disthooks.grads.stats.across_ranks import Agreement, NoiseScale, RankMaxAbs, Spread
 from disthooks.grads.stats.base import Found, Stat
 from disthooks.grads.stats.elements import Extremes, Histogram, Moments, Zeros
+from disthooks.grads.stats.fingerprints import Fingerprints
 from disthooks.grads.stats.forward import Activations, Loss, Times
 from disthooks.grads.stats.norms import MaxAbs, NonFinite, Norm
 from disthooks.grads.stats.updates import Updates, Weights
@@ -14,6 +15,7 @@ __all__ = [
     "Activations",
     "Agreement",
     "Extremes",
+    "Fingerprints",
     "Found",
     "Histogram",
     "Loss",

@@ -24,7 +24,7 @@ from disthooks.errors import UsageError
 
 Merge = Literal["sum", "max"]
 Per = Literal["parameter", "scope", "both", "module", "step"]
-LocalFact = Literal["norms", "largest", "finite", "accumulated", "time"]
+LocalFact = Literal["norms", "largest", "finite", "accumulated", "time", "fingerprint"]
 Fact = Literal[
     "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "accumulated", "final"
 ]
@@ -44,12 +44,14 @@ class LocalStats(NamedTuple):
         finite_probes: for each micro-batch a scalar that is finite only if all elements of the gradient are; empty if
             no measure needs it, or ``norms`` tell it.
         largest: the largest magnitude of each micro-batch's gradient, a scalar tensor; empty if no measure needs it.
+        fingerprint: that of the micro-batches' gradients, in their order; None if no measure needs it.
         accumulated: the sum of the gradients of the micro-batches, of the whole parameter; None if no measure needs it.
     """
 
     norms: tuple[torch.Tensor, ...] = ()
     finite_probes: tuple[torch.Tensor, ...] = ()
     largest: tuple[torch.Tensor, ...] = ()
+    fingerprint: torch.Tensor | None = None
     accumulated: torch.Tensor | None = None
 
 
@@ -65,11 +67,13 @@ class ForwardFacts(NamedTuple):
             many are not finite, and the largest magnitude: float64, of shape (modules, 5).
         loss: the sum of the losses of the micro-batches, and how many there were: float64, of shape (2,).
         seconds: how long each of :data:`PHASES` took: float64, of shape (3,).
+        prints: the fingerprints of the inputs and of the outputs of each module: int64, of shape (modules, 2).
     """
 
     outputs: torch.Tensor
     loss: torch.Tensor
     seconds: torch.Tensor
+    prints: torch.Tensor
 
 
 class ForwardNeeds(NamedTuple):
@@ -80,11 +84,15 @@ class ForwardNeeds(NamedTuple):
             if no output is read.
         loss: whether the loss is needed.
         times: whether the times are needed.
+        facts: whether facts of outputs are needed.
+        prints: every how many steps fingerprints of inputs and outputs are needed; 0 for never.
     """
 
     modules: tuple[Pattern, ...] | None = None
     loss: bool = False
     times: bool = False
+    facts: bool = False
+    prints: int = 0
 
 
 class CountRows(NamedTuple):
@@ -111,6 +119,7 @@ class Local(NamedTuple):
             sequence is empty until the step is made.
         scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
         forward: what forwards have left; None in a step that is not logged.
+        step: how many steps there were before.
         computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
             float64 tensor on ``device`` with one number for each parameter.
         computed_counts: the counts of magnitudes that were made by the same reading, for the measure that asked for
@@ -128,6 +137,7 @@ class Local(NamedTuple):
     before: Sequence[torch.Tensor | None] = ()
     scale: torch.Tensor | None = None
     forward: ForwardFacts | None = None
+    step: int = 0
     computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
     computed_counts: Mapping[Measure, torch.Tensor] = MappingProxyType({})
 
@@ -155,6 +165,7 @@ class Measure:
             once for all measures.
         local_facts: the facts that it needs of the gradients before their reduction.
         after: whether it reads the parameters after the optimizer step.
+        before: whether it then needs the parameters from before the step, too.
     """
 
     merge: ClassVar[Merge]
@@ -162,6 +173,7 @@ class Measure:
     facts: ClassVar[frozenset[Fact]] = frozenset()
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset()
     after: ClassVar[bool] = False
+    before: ClassVar[bool] = False
 
     def width(self, shard: Shard | None) -> int:
         """How many numbers there are for the parameter of ``shard``; if it is None, for a scope, a module, the step."""
@@ -295,6 +307,7 @@ class Found(NamedTuple):
         rows: for each measure its numbers, one row for each parameter (or each scope, see :attr:`Measure.per`).
         ranks: the global ranks that took part.
         modules: the names of the modules whose outputs were read.
+        step: the number of the step.
     """
 
     names: Sequence[str]
@@ -302,6 +315,7 @@ class Found(NamedTuple):
     rows: Mapping[Measure, torch.Tensor]
     ranks: Sequence[int]
     modules: Sequence[str] = ()
+    step: int = 0
 
     def global_rank(self, place: float) -> int | None:
         """The rank at ``place`` among :attr:`ranks`; None if there is none, as no rank had a number then."""

@@ -117,7 +117,7 @@ class Activations(Stat):
         object.__setattr__(self, "modules", as_patterns(self.modules) if self.modules else ())
 
     def forward_needs(self) -> ForwardNeeds:
-        return ForwardNeeds(modules=tuple(self.modules))  # type: ignore[arg-type]
+        return ForwardNeeds(modules=tuple(self.modules), facts=True)  # type: ignore[arg-type]
 
     def measures(self) -> tuple[Measure, ...]:
         return OutputSums(), OutputExtremes()
@@ -280,10 +280,3 @@ class Times(_OfStep):
 
     def forward_needs(self) -> ForwardNeeds:
         return ForwardNeeds(times=True)
-
-
-def needs_of(stats: Sequence[Stat]) -> ForwardNeeds:
-    """What all of ``stats`` need of forwards."""
-    each = [stat.forward_needs() for stat in stats]
-    modules = [need.modules for need in each if need.modules is not None]
-    return ForwardNeeds(modules[0] if modules else None, any(n.loss for n in each), any(n.times for n in each))

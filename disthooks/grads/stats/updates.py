@@ -46,6 +46,7 @@ class UpdatePower(Measure):
 
     merge: ClassVar[Merge] = "sum"
     after: ClassVar[bool] = True
+    before: ClassVar[bool] = True
 
     def width(self, shard: Shard | None) -> int:
         return 3 if self.leads else 1

@@ -48,6 +48,7 @@ MIB = 1 << 20
 FROZEN = {
     "": ["--version", "--install-completion", "--show-completion"],
     "check": ["file", "--model", "--json"],
+    "diff": ["one", "other", "--json", "--exit-code"],
     "env": ["--json"],
     "explain": [
         *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),

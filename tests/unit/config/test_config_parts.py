@@ -348,6 +348,7 @@ OBJECTS: list[Any] = [
     dh.stats.Activations(["layers.*", "head"]),
     dh.stats.Agreement(["a", "b"]),
     dh.stats.Extremes(**_EACH),
+    dh.stats.Fingerprints(10, "layers.*"),
     dh.stats.Histogram((0.5,)),
     dh.stats.Loss(),
     dh.stats.MaxAbs(),
