@@ -369,7 +369,7 @@ def _attach(plan: Any, model: nn.Module, findings: Findings) -> None:
     """Attach as a run does, but with a sink that writes nothing. See [Note: a check attaches as a run does]."""
     given: dict[str, Any] = {key: made(plan, key) for key in ("rules", "stats")}
     given["sinks"] = [lambda record: None] if made(plan, "sinks") else []
-    given |= {key: plan.watches[key] for key in ("every", "groups") if key in plan.watches}
+    given |= {key: plan.watches[key] for key in ("every", "recent", "groups") if key in plan.watches}
     try:
         gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **given).remove()
     except (DisthooksError, ValueError) as error:

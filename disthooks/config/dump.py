@@ -168,6 +168,8 @@ def watched(watches: Mapping[str, Any]) -> dict[str, Any]:
             found |= {key: {name: _patterns(each, "groups") for name, each in value.items()}} if value else {}
         elif key == "every":
             found[key] = value
+        elif key == "recent":
+            found |= {key: value} if value else {}
         else:
             raise ConfigError(f"watch: {key} cannot be written to a file: give it to plan.watch()")
     return found

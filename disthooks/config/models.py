@@ -49,6 +49,9 @@ class Watch(_Watchers):
     """What happens to gradients before the optimizer steps; the arguments of disthooks.gradients."""
 
     every: Annotated[int, Field(ge=1)] = Field(50, description="Steps 0, every, 2 * every ... are logged.")
+    recent: Annotated[int, Field(ge=0)] = Field(
+        0, description="So many steps that are not logged stay on the device, and are logged if something happens."
+    )
     groups: dict[Text, Text | Annotated[list[Text], Field(min_length=1)]] = Field(
         {}, description="Names of groups of parameters, and the patterns of each."
     )

@@ -38,11 +38,11 @@ from disthooks.grads.collectives import StepCounts
 from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
 from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
-from disthooks.grads.records import Reading, StepRecords, UnwrittenRecords
+from disthooks.grads.records import Reading, RecentStep, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule, as_rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink, as_also_logged
 from disthooks.grads.stats.base import Stat, State
-from disthooks.grads.step import StepChecks, StepRunner
+from disthooks.grads.step import StepChecks, StepResult, StepRunner
 
 
 def gradients(
@@ -53,6 +53,7 @@ def gradients(
     stats: Iterable[Stat] = (),
     sinks: Iterable[Sink] = (),
     every: int = 50,
+    recent: int = 0,
     groups: Mapping[str, Pattern | Iterable[Pattern]] | None = None,
     also: Iterable[Any] = (),
     scaler: Any = None,
@@ -76,6 +77,9 @@ def gradients(
         stats: of the gradients before any rule: :mod:`disthooks.stats` has them.
         sinks: called on the first rank with a dict for each logged step.
         every: steps 0, ``every``, ``2 * every`` ... are logged.
+        recent: of so many steps that are not logged the statistics stay on the device, and are logged if something
+            happens in one of them: a gradient that is not finite, or a norm that is a spike. The steps around it are
+            then in the log, with ``recent``. Every step costs what a logged one does on the device.
         groups: names of groups of parameters and the patterns of each; statistics are logged of each group too, as
             ``grad_norm/group/<name>``. A parameter may be in several.
         also: objects whose numbers are logged too: the handle of :func:`~disthooks.save_activations`, a wrapper or
@@ -104,6 +108,8 @@ def gradients(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: log every how many steps? An int of at least 1")
+    if not isinstance(recent, int) or isinstance(recent, bool) or recent < 0:
+        raise UsageError(f"recent={recent!r}: how many steps stay on the device? An int of at least 0")
     chosen = [as_rule(rule) for rule in _listed("rules", rules)]
     watched = list(_listed("stats", stats))
     for stat in watched:
@@ -122,9 +128,8 @@ def gradients(
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     engine = _engine or detect_engine(model)  # a configuration's plan has detected it already
     refuse_replicate(engine)
-    config = GradientsConfig(
-        chosen, watched, targets, every, named, [as_also_logged(it) for it in _listed("also", also)], scaler
-    )
+    others = [as_also_logged(it) for it in _listed("also", also)]
+    config = GradientsConfig(chosen, watched, targets, every, named, others, scaler, recent)
     return _attach(engine, model, engine.inner_optimizer(optimizer), config)
 
 
@@ -156,6 +161,7 @@ class GradientsConfig:
     groups: Mapping[str, Pattern | Iterable[Pattern]] = field(default_factory=dict)
     also: Sequence[AlsoLogged] = ()
     scaler: Any = None
+    recent: int = 0
 
 
 def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsConfig) -> Gradients:
@@ -188,7 +194,12 @@ def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsC
     runner = StepRunner(engine, plan, local_hooks, forward_hooks, config.scaler, group, device)
     counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
     checks = StepChecks(engine, optimizer, parameters, counts, has_rules=bool(plan.rules))
-    records = StepRecords(plan, stats, engine.ranks)
+    records = StepRecords(plan, stats, engine.ranks, config.recent)
+    if config.recent and not records.sees_every_step:
+        raise UsageError(
+            f"recent={config.recent}: nothing tells in which step something happens: add stats.NonFinite(), "
+            "SkipNonFinite or ClipNorm, which look at every step"
+        )
     return Gradients(config, checks, runner, records, _open_sinks(config, engine, runner))
 
 
@@ -219,7 +230,9 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
     except Exception as error:
         failure = error
     scopes = [bound.indices for bound in runner.plan.rules], [sorted(s) for s in runner.local_hooks.rules.scopes]
-    asked = f"every={config.every}, rules={describe(config.rules)}, stats={describe(config.stats)}"
+    asked = (
+        f"every={config.every}, recent={config.recent}, rules={describe(config.rules)}, stats={describe(config.stats)}"
+    )
     mine = (
         f"{asked}, groups={runner.plan.groups}, for the parameters {scopes} of {names}, modules {runner.plan.modules}"
     )
@@ -288,6 +301,7 @@ class Gradients(Attachment):
         self.nonfinite_steps = 0
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
+        self._was_logged = True  # the step that was made last
         self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
@@ -365,15 +379,16 @@ class Gradients(Attachment):
             self.flush()
         else:
             self._publish(self._records.read(wait=False))
-        is_logged = self._is_logged()
-        self._settings = self._largest_settings() if is_logged else {}
-        result = self._runner.run(self.steps, is_logged, reuse_copies=self._config.every == 1)
+        is_logged, is_measured = self._is_logged(), self._is_measured()
+        self._settings = self._largest_settings() if is_measured else {}
+        is_frequent = self._config.every == 1 or self._config.recent > 0
+        result = self._runner.run(self.steps, is_measured, reuse_copies=is_frequent)
         if result.excluded:
             exclude_from_step(optimizer, [shard.parameter for shard in result.excluded])
         decision = result.skip()
-        self._records.watch(self.steps, result.merged, decision, is_logged)
-        if is_logged and not self._runner.plan.after.uses and (self._config.stats or result.log):
-            self._records.start(self.steps, result.merged, result.log, self._settings)
+        self._records.watch(self.steps, result.merged, decision, is_measured)
+        if is_measured and not self._runner.plan.after.uses and (self._config.stats or result.log):
+            self._record(self.steps, result, is_logged)
         self._begin_next_step()
         return decision
 
@@ -381,8 +396,15 @@ class Gradients(Attachment):
     def _after_step(self) -> None:
         result = self._runner.after_update()
         if result is not None:
-            self._records.start(self.steps - 1, result.merged, result.log, self._settings)
+            self._record(self.steps - 1, result, self._was_logged)
         self._runner.forward_hooks.end_step()
+
+    def _record(self, step: int, result: StepResult, is_logged: bool) -> None:
+        """Start the record of a step that is logged, or keep its numbers. See [Note: recent steps] in records.py."""
+        if is_logged:
+            self._records.start(step, result.merged, result.log, self._settings)
+        else:
+            self._records.keep(RecentStep(step, result.merged, result.log, self._settings))
 
     def _largest_settings(self) -> dict[str, float]:
         """The optimizer's settings that a statistic asks for, the largest of its parameter groups."""
@@ -396,13 +418,18 @@ class Gradients(Attachment):
         return found
 
     def _begin_next_step(self) -> None:
+        self._was_logged = self._is_logged()
         self.steps += 1
         self._begin_hooks()
 
     def _begin_hooks(self) -> None:
-        is_logged = self._is_logged()
-        self._runner.local_hooks.begin(self.steps, is_logged)
-        self._runner.forward_hooks.begin(self.steps, is_logged)
+        is_measured = self._is_measured()
+        self._runner.local_hooks.begin(self.steps, is_measured)
+        self._runner.forward_hooks.begin(self.steps, is_measured)
+
+    def _is_measured(self) -> bool:
+        """Whether all statistics are measured in the step that is made next."""
+        return self._config.recent > 0 or self._is_logged()
 
     def _is_logged(self) -> bool:
         """Whether the step that is made next is to be logged."""

@@ -21,11 +21,20 @@
 # telling: the NaN begins between the two. A record names at most ten, the last of each row of such parameters first,
 # and with it the parameter behind it, as `before` (decision 177).
 
+# [Note: recent steps]
+# What goes wrong between two logged steps is seen in the next one, when it has spread. So the numbers of the last steps
+# that are not logged can stay on the device, merged over the ranks as those of a logged step. Nothing copies them until
+# something happens: a step that is not finite, or a norm above the mean of the 128 before by six standard deviations,
+# the rule of OLMo's monitor. Then they become records, and so do those of the next few steps. Every rank measures them
+# in every step, so ranks that notice it at different times make the same collectives. A statistic that keeps a state
+# from one logged step to the next gets a copy of it for them.
+
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,6 +48,10 @@ from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import NonFiniteCount, OwnLead, OwnNonFinite, leader, ranks_in
 
 _MOST_NAMED = 10  # parameters that a record names
+_NORMS = 128  # see [Note: recent steps]
+_DEVIATIONS = 6.0
+_FEWEST = 16  # norms without which nothing is a spike
+_AFTER = 8  # steps after one that something happened in
 
 
 class HostCopy:
@@ -199,6 +212,8 @@ class WatchedSteps:
 
     Attributes:
         count: how many of the steps that were read so far were not finite.
+        has_norm: whether the norm of each step is known.
+        spikes: steps whose norm was a spike, until somebody takes them.
     """
 
     def __init__(self, plan: StepPlan, ranks: Sequence[int]) -> None:
@@ -209,9 +224,11 @@ class WatchedSteps:
         self._indices = uses[self._round]
         # The norm of the gradients before any rule, and the rank that leads, if every step measures them.
         first = plan.rounds[0].always.uses
-        self._has_norm = len(first.get(Power(2.0), ())) == len(plan.shards) > 0
+        self.has_norm = len(first.get(Power(2.0), ())) == len(plan.shards) > 0
         self._has_lead = OwnLead() in first and len(ranks) > 1
         self._peak: _Peak | None = None
+        self._norms: deque[float] = deque(maxlen=_NORMS)
+        self.spikes: list[int] = []
         self._unlogged = 0  # steps since the last record
         self.count = 0
         self._on_way: deque[_WatchedStep] = deque()
@@ -233,7 +250,7 @@ class WatchedSteps:
             numbers["marks"] = layout.pick(values, OwnNonFinite(), self._indices)
             if decision is not None:
                 numbers["decision"] = decision.double().reshape(1)
-        if self._has_norm:
+        if self.has_norm:
             values = self._plan.rounds[0].layout(is_logged).unpack(merged[0])
             numbers["squares"] = values[Power(2.0)].sum().reshape(1)
             if self._has_lead:
@@ -248,7 +265,7 @@ class WatchedSteps:
         while self._on_way and (wait or self._on_way[0].copy.arrived()):
             watched = self._on_way.popleft()
             numbers = watched.read()
-            if self._has_norm:
+            if self.has_norm:
                 self._compare(watched.step, numbers)
             step = self._judge(watched.step, numbers) if self._indices else None
             found += [] if step is None else [step]
@@ -258,6 +275,11 @@ class WatchedSteps:
         """Keep the norm of this step if it is the largest since the last record."""
         norm = math.sqrt(float(numbers["squares"]))
         self._unlogged += 1
+        if len(self._norms) >= _FEWEST:
+            mean, deviation = statistics.fmean(self._norms), statistics.pstdev(self._norms)
+            self.spikes += [step] if norm > mean + _DEVIATIONS * deviation > 0 else []
+        if math.isfinite(norm):
+            self._norms.append(norm)
         if math.isfinite(norm) and (self._peak is None or norm > self._peak.norm):
             rank = leader(numbers["leads"].tolist(), self._ranks) if self._has_lead else None
             self._peak = _Peak(norm, step, rank)
@@ -342,19 +364,43 @@ class Reading(NamedTuple):
     records: list[StepRecord]
 
 
+class RecentStep(NamedTuple):
+    """The numbers of a step that is not logged, on the device. See [Note: recent steps]."""
+
+    step: int
+    merged: Sequence[Vectors]
+    log: Mapping[str, torch.Tensor]
+    settings: Mapping[str, float]
+
+
 class StepRecords:
     """Makes the records of one attachment, on every rank the same.
 
-    Attributes:
+    Args:
+        plan: the plan of the steps.
         stats: each statistic with the state that it keeps from one logged step to the next.
+        ranks: the global ranks that take part.
+        recent: how many steps that are not logged stay on the device.
+
+    Attributes:
+        stats: the statistics and their states.
     """
 
-    def __init__(self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], recent: int = 0
+    ) -> None:
         self.stats = stats
+        self._recent: deque[RecentStep] = deque(maxlen=recent)
+        self._until = -1  # steps that are not logged become records up to this one
         self._plan, self._ranks = plan, ranks
         self._watched = WatchedSteps(plan, ranks)
         self._pending: PendingRecord | None = None
         self._was_norm_nonfinite = False  # in the step that was logged last
+
+    @property
+    def sees_every_step(self) -> bool:
+        """Whether something tells of each step if its gradients were finite, or their norm."""
+        return self._watched.sees_every_step or self._watched.has_norm
 
     @property
     def has_pending(self) -> bool:
@@ -375,15 +421,35 @@ class StepRecords:
         """Start copying the numbers of a logged step."""
         self._pending = PendingRecord.of(step, merged, log, settings)
 
+    def keep(self, recent: RecentStep) -> None:
+        """Keep the numbers of a step that is not logged. See [Note: recent steps]."""
+        self._recent.append(recent)
+
+    def _recent_records(self, happened: Sequence[int], known: Mapping[int, Mapping[str, Any]]) -> Iterator[StepRecord]:
+        """The records of recent steps, if something has happened in one of them or shortly before."""
+        if happened:
+            self._until = max(self._until, max(happened) + _AFTER)
+        while self._recent and self._recent[0].step <= self._until:
+            step, merged, log, settings = self._recent.popleft()
+            copies = [(stat, {name: value.clone() for name, value in state.items()}) for stat, state in self.stats]
+            pending = PendingRecord.of(step, merged, log, settings)
+            fields = pending.read(self._plan, copies, self._ranks)
+            fields = {**fields, **known.get(step, {}), "recent": True}
+            yield StepRecord(fields, is_logged=False, is_first_nonfinite=step in known)
+
     def read(self, wait: bool) -> Reading:
         """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
         nonfinite = self._watched.read(wait)
+        spikes, self._watched.spikes = self._watched.spikes, []
         pending, self._pending = (self._pending, None) if wait else (None, self._pending)
         step = None if pending is None else pending.step
-        records = [
-            StepRecord({"step": each.step, **each.fields}, is_logged=False, is_first_nonfinite=True)
-            for each in nonfinite
-            if each.is_first and each.step != step
+        first = {each.step: each.fields for each in nonfinite if each.is_first and each.step != step}
+        records = list(self._recent_records([*first, *spikes], first))
+        written = {record.fields["step"] for record in records}
+        records += [
+            StepRecord({"step": at, **fields}, is_logged=False, is_first_nonfinite=True)
+            for at, fields in first.items()
+            if at not in written
         ]
         if pending is not None:
             fields, is_first = pending.read(self._plan, self.stats, self._ranks), False
