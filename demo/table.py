@@ -44,6 +44,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
         console.print(_few(summary), highlight=False, soft_wrap=True)
     console.print(f"{summary['seconds']:.0f} s in all, not counting the launcher", highlight=False)
     console.print(f"the page of what was predicted, and whose bytes they are: {summary['page']}", soft_wrap=True)
+    if "report_page" in summary:
+        console.print(f"the page of what was logged, layer by layer: {summary['report_page']}", soft_wrap=True)
 
 
 def too_few(summary: dict[str, Any]) -> bool:

@@ -25,6 +25,9 @@ from trainer import Trainer
 import disthooks as dh
 import disthooks.memory
 from disthooks.config import SavingPlan
+from disthooks.page.page import page
+from disthooks.report.document import document
+from disthooks.report.log import read
 from disthooks.saved.attach import Saving
 from disthooks.saved.pipeline import Pipeline
 
@@ -45,9 +48,20 @@ def main() -> None:
     stop()
     if ranks.first:
         summary |= predict(options, ranks, shape, options.hooks or [("blocks.*", to_disk(options))])
+        summary |= report(options.run / "gradients.jsonl")
         summary["seconds"] = time.monotonic() - BEGAN
         (options.run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         show(summary, console)
+
+
+def report(log: pathlib.Path) -> dict[str, Any]:
+    """Write the page of what was logged, as `disthooks report -o` does."""
+    runs = read(log).runs if log.exists() else []
+    if not runs:  # a configuration of the user's logs somewhere else
+        return {}
+    page_file = log.with_name("report.html")
+    page_file.write_text(page("report", document(runs[-1], str(log))), encoding="utf-8")
+    return {"report_page": str(page_file)}
 
 
 def announce(console: Console, options: argparse.Namespace, ranks: Ranks) -> None:
@@ -72,7 +86,7 @@ def train(trainer: Trainer, console: Console) -> tuple[Shape, dict[str, Any]]:
     before, took = timed(trainer.held_out)
     log = options.run / "gradients.jsonl"
     log.unlink(missing_ok=True)
-    with watch(trainer, log):
+    with watch(trainer, log) as trainer.watch:
         for number in range(WARM_UP_STEPS):
             trainer.step(number)
         same = proof(trainer)
@@ -108,7 +122,7 @@ def watch(trainer: Trainer, log: pathlib.Path) -> dh.Attachment:
         trainer.engine,
         trainer.optimizer,
         rules=[dh.ClipNorm(trainer.options.clip)],
-        stats=[dh.stats.Norm(), dh.stats.MaxAbs(), dh.stats.NonFinite()],
+        stats=[*dh.stats.full(), dh.stats.MaxAbs()],
         sinks=[dh.sinks.Jsonl(log)],
         every=1,
     )

@@ -11,6 +11,8 @@ import torch
 from model import GPT, TINY, Shape
 from ranks import Ranks, on_engine
 
+import disthooks as dh
+
 BITS = 1 / math.log(2)  # a nat in bits
 WARM_UP = 10  # steps over which the learning rate rises
 
@@ -26,6 +28,7 @@ class Trainer:
         self.model = GPT(self.shape).to(ranks.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.engine = on_engine(options.engine, self.model, self.model.blocks, ranks)
+        self.watch: dh.Gradients | None = None  # what logs the steps, if anything does
         self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=options.rate, betas=(0.9, 0.95))
 
     def step(self, number: int) -> tuple[float, float]:
@@ -65,6 +68,8 @@ class Trainer:
         options, ranks = self.options, self.ranks
         batch = text.batch(self.text.train, options.batch, self.shape.context, options.seed, number, ranks.rank)
         loss = self.engine(*self._on_device(batch)).mean()
+        if self.watch is not None:
+            self.watch.note_loss(loss)
         loss.backward()
         return loss.detach()
 

@@ -23,7 +23,9 @@ _MOST = 10  # a text names at most so many steps or line numbers
 
 def report(
     path: str = typer.Argument(..., help="A gradients.jsonl, or the directory of a run."),
-    output: str = typer.Option(None, "--output", "-o", help="Write the report as one HTML page to this file."),
+    output: str = typer.Option(
+        None, "--output", "-o", help="Write one page (.html), or all numbers as a table (.parquet)."
+    ),
     compare: str = typer.Option(None, "--compare", help="With -o: another run, whose curves the page shows too."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
@@ -43,7 +45,7 @@ def report(
             f"{file}: none of its {len(log.broken)} lines is a record of a run; give what the sink Jsonl wrote"
         )
     if output is not None:
-        _write_page(file, log, pathlib.Path(output), compare)
+        _write(file, log, pathlib.Path(output), compare)
         if not as_json:
             line(f"wrote {output}")
     told = [summary(run) for run in log.runs]
@@ -60,8 +62,13 @@ def report(
         line(f"{len(log.broken)} lines are no records and were left out: {log.broken[:_MOST]}")
 
 
-def _write_page(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | None) -> None:
-    """Write the page of the last run in ``log``."""
+def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | None) -> None:
+    """Write the page of the last run in ``log``, or the table of all runs in it."""
+    if output.suffix == ".parquet":
+        from disthooks.report.table import write_parquet
+
+        write_parquet(log.runs, output)
+        return
     from disthooks.page.page import page
     from disthooks.report.document import document as page_document
     from disthooks.report.log import file_of, read

@@ -91,6 +91,9 @@ def test_the_tables_say_what_was_asked_for(demo: Any) -> None:
     page = run.folder / "explain.html"
     assert str(page) in run.output
     assert "blocks.1.mlp" in page.read_text()
+    page = run.folder / "report.html"
+    assert str(page) in run.output
+    assert "blocks.1.mlp" in page.read_text()
     assert run.output.count("\nstep ") == 2, "one line for a block of steps, no bar, where there is no terminal"
     assert [step["saved"] for step in run.rows("steps.jsonl")] == [False] * 4 + [True] * 4
     assert "4 steps without and 4 with are too few to compare their times: 16 of each are needed" in run.output

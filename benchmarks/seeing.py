@@ -1,0 +1,125 @@
+"""What it costs to see a training run: all statistics of layers and ranks, and fingerprints, beside a whole step.
+
+    make bench-seeing                        # or: python benchmarks/seeing.py --rounds 9
+
+A decoder-only transformer of 100 parameters (27 million elements) takes whole steps on random tokens: forward, backward
+and AdamW. Each round makes one step of every way in turn, each round beginning with another way; medians of the ratios
+to the step without disthooks in the same round are printed, and written as JSON:
+
+- ``stats.full()`` in every step: norms, spread, largest elements, updates, activations, loss and times;
+- ``stats.Activations()`` alone;
+- ``stats.Fingerprints()`` in every step, and, from that, what it costs in every 50th.
+
+The targets: all statistics cost at most 3% of a step; fingerprints of every 50th step at most 2%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from typing import Any
+
+import torch
+from gradients import SIZES, Decoder
+
+import disthooks as dh
+
+WAYS: dict[str, list[Any]] = {
+    "nothing": [],
+    "activations": [dh.stats.Activations()],
+    "all statistics": list(dh.stats.full()),
+    "fingerprints": [dh.stats.Fingerprints()],
+}
+EVERY = 50
+
+
+class Turns:
+    def __init__(self, size: str, device: str) -> None:
+        torch.manual_seed(0)
+        blocks, width, sequences, length = SIZES[size]
+        self.model = Decoder(blocks, width).to(device)
+        self.tokens = torch.randint(0, 2048, (sequences, length), device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.ratios: dict[str, list[float]] = {name: [] for name in WAYS}
+        self.steps: list[float] = []
+
+    def round(self, number: int) -> None:
+        """One step of every way; number -1 warms up."""
+        names = list(WAYS)
+        first = max(number, 0) % len(names)
+        taken = {name: self._step(WAYS[name]) for name in [*names[first:], *names[:first]]}
+        if number >= 0:
+            self.steps.append(taken["nothing"])
+            for name, seconds in taken.items():
+                self.ratios[name].append(seconds / taken["nothing"])
+
+    def _step(self, stats: list[Any]) -> float:
+        watch = dh.gradients(self.model, self.optimizer, stats=stats, every=1) if stats else None
+        gc.collect()
+        gc.disable()
+        begin = self._now()
+        loss = self.model(self.tokens)
+        if watch is not None:
+            watch.note_loss(loss)
+        loss.backward()
+        self.optimizer.step()
+        if watch is not None:
+            watch.flush()
+        taken = self._now() - begin
+        gc.enable()
+        self.optimizer.zero_grad()
+        if watch is not None:
+            watch.remove()
+        return taken
+
+    def _now(self) -> float:
+        if self.tokens.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def result(self) -> dict[str, Any]:
+        over = {name: statistics.median(found) - 1 for name, found in self.ratios.items() if name != "nothing"}
+        shares = {
+            "all statistics": (over["all statistics"], 0.03),
+            "fingerprints": (over["fingerprints"] / EVERY, 0.02),
+        }
+        return {
+            "training_step_seconds": round(statistics.median(self.steps), 4),
+            "added_share_of_a_step": {name: round(share, 4) for name, share in over.items()},
+            "targets": {
+                k: {"figure": round(v, 4), "at_most": most, "met": v <= most} for k, (v, most) in shares.items()
+            },
+        }
+
+
+def main(words: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", nargs="+", default=["100 parameters"], choices=list(SIZES))
+    parser.add_argument("--json", type=pathlib.Path, default=None)
+    options = parser.parse_args(words)
+    results = {}
+    for size in options.sizes:
+        turns = Turns(size, options.device)
+        for number in range(-1, options.rounds):
+            turns.round(number)
+        results[size] = turns.result()
+        print(size, json.dumps(results[size], indent=1))
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine |= {"python": platform.python_version(), "torch": torch.__version__, "rounds": options.rounds}
+    machine |= {"gpu": torch.cuda.get_device_name()} if options.device.startswith("cuda") else {}
+    result = {"machine": machine, "results": results}
+    out = options.json or pathlib.Path(__file__).parent / "results" / f"seeing-{options.device}.json"
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
