@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,6 +224,11 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
         "every": config.every,
         "rules": [describe(rule) for rule in config.rules],
         "stats": [describe(stat) for stat in config.stats],
+        "versions": {
+            "disthooks": sys.modules["disthooks"].__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
     names = [shard.name for shard in runner.plan.shards]
     try:

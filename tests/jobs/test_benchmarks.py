@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
+from tests.support.jobs.folder import free_port
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -397,3 +398,41 @@ def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(tmp_path: pathl
         assert batch["ways"].keys() == {"inputs stay", "transformers offload=True", "disthooks"}
         # The input of a layer of the short batch is smaller than what a disk is asked to take.
         assert batch["ways"]["disthooks"]["moved_bytes"] == (batch["inputs_bytes"] if batch["rows"] > 1 else 0)
+
+
+@pytest.mark.dist
+def test_faults_in_training_are_named(tmp_path: pathlib.Path) -> None:
+    """One of each kind on two ranks; which of two copies is wrong cannot always be told."""
+    out = tmp_path / "faults.json"
+    sizes = ["--faults", "10", "--clean", "100", "--length", "100", "--seed", "1", "--port", str(free_port())]
+    done = _script("benchmarks/faults.py", *sizes, "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["false_alarms"] == 0
+    assert found["right"] >= 9, found["failures"]
+
+
+@pytest.mark.dist
+def test_flipped_bits_are_named(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "bits.json"
+    done = _script("benchmarks/bits.py", "--bits", "6", "--port", str(free_port()), "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert (found["right"], found["bits"]) == (6, 6), found["wrong"]
+
+
+@pytest.mark.full_tier
+def test_the_cost_of_seeing_a_run_is_measured(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "seeing.json"
+    done = _script("benchmarks/seeing.py", "--sizes", "small", "--rounds", "1", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(out.read_text())["results"].values()
+    assert found["added_share_of_a_step"].keys() == {"activations", "all statistics", "fingerprints"}
+
+
+def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
+    assert found["faults"] == 200
+    assert found["right"] >= 190
+    assert found["clean_steps"] >= 10_000
+    assert found["false_alarms"] <= 1

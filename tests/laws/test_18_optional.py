@@ -120,6 +120,7 @@ MAY = {
     "rich": ("cli",),
     "triton": ("grads/stats", "saved/codecs"),
     "pytest": ("testing.py",),
+    "pyarrow": ("report/table.py",),
 }
 
 

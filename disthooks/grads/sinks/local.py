@@ -125,6 +125,8 @@ class Jsonl:
             path = pathlib.Path(self.path)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
+            if path.is_file():
+                _end_line(path)
         except OSError as error:
             raise UsageError(f"Jsonl: {os.fspath(self.path)!r} cannot be written: {error.strerror}") from error
         return Lines(self)
@@ -196,6 +198,15 @@ class Lines(OpenSink):
                 found[name] = [None] * len(self.names[of])
             found[name][place] = _without_edges(value)
         return scalars, columns
+
+
+def _end_line(path: pathlib.Path) -> None:
+    """End the last line: a run that was killed may have left half of it, and the next one must not be joined to it."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if size and file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def _whole(record: Mapping[str, Any], run: str) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
         stored = saving.report().stored
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["number"] for line in lines] == [0, 1, 2]
+    versions = lines[0]["about"].pop("versions")
+    assert versions["torch"] == torch.__version__
     assert lines[0]["about"] == {
         "engine": "a plain module",
         "ranks": 1,
