@@ -40,12 +40,18 @@ EVERY = 50
 
 
 class Turns:
+    """A model of its own for each way, because what is attached stays attached, and keeps the memory that it needs."""
+
     def __init__(self, size: str, device: str) -> None:
-        torch.manual_seed(0)
         blocks, width, sequences, length = SIZES[size]
-        self.model = Decoder(blocks, width).to(device)
         self.tokens = torch.randint(0, 2048, (sequences, length), device=device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.models, self.optimizers, self.watches = {}, {}, {}
+        for name, stats in WAYS.items():
+            torch.manual_seed(0)
+            model = self.models[name] = Decoder(blocks, width).to(device)
+            optimizer = self.optimizers[name] = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+            if stats:
+                self.watches[name] = dh.gradients(model, optimizer, stats=stats, every=1)
         self.ratios: dict[str, list[float]] = {name: [] for name in WAYS}
         self.steps: list[float] = []
 
@@ -53,29 +59,27 @@ class Turns:
         """One step of every way; number -1 warms up."""
         names = list(WAYS)
         first = max(number, 0) % len(names)
-        taken = {name: self._step(WAYS[name]) for name in [*names[first:], *names[:first]]}
+        taken = {name: self._step(name) for name in [*names[first:], *names[:first]]}
         if number >= 0:
             self.steps.append(taken["nothing"])
             for name, seconds in taken.items():
                 self.ratios[name].append(seconds / taken["nothing"])
 
-    def _step(self, stats: list[Any]) -> float:
-        watch = dh.gradients(self.model, self.optimizer, stats=stats, every=1) if stats else None
+    def _step(self, name: str) -> float:
+        watch = self.watches.get(name)
         gc.collect()
         gc.disable()
         begin = self._now()
-        loss = self.model(self.tokens)
+        loss = self.models[name](self.tokens)
         if watch is not None:
             watch.note_loss(loss)
         loss.backward()
-        self.optimizer.step()
+        self.optimizers[name].step()
         if watch is not None:
             watch.flush()
         taken = self._now() - begin
         gc.enable()
-        self.optimizer.zero_grad()
-        if watch is not None:
-            watch.remove()
+        self.optimizers[name].zero_grad()
         return taken
 
     def _now(self) -> float:

@@ -180,7 +180,9 @@ def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsC
                 "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
                 "before the engine takes the model"
             )
-    forward_hooks = ForwardHooks(engine.model, model, [stat.forward_needs() for stat in config.stats])
+    with_parameters = {shard.name.rpartition(".")[0] for shard in engine.shards}
+    needs_of_forward = [stat.forward_needs() for stat in config.stats]
+    forward_hooks = ForwardHooks(engine.model, model, needs_of_forward, with_parameters)
     plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards), forward_hooks.names)
     for i, stat in enumerate(config.stats):
         if stat.alone and any(type(other) is type(stat) for other in config.stats[:i]):

@@ -8,6 +8,11 @@
 # reentrant checkpoint runs forward without gradients, and its modules are read when backward runs them again.
 # A forward without gradients, such as a validation, does not count.
 
+# [Note: whose zeros are counted]
+# To count zeros takes as long on a CPU as all else that is found of an output. The zeros of an activation function tell
+# how many units are dead. The output of a layer with weights has zeros only by chance, or it is zero as a whole, which
+# its norm tells. So zeros are counted in the outputs of modules without parameters.
+#
 # [Note: whose time]
 # Ranks wait for one another in backward and in the step, so that all of them have the same time from step to step. What
 # tells a slow rank is what it does while it waits for nobody: from the end of a step to the next forward (input), from
@@ -21,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +44,7 @@ from disthooks.grads.stats.base import PHASES, ForwardFacts, ForwardNeeds, large
 from disthooks.grads.stats.scan import scan
 
 _ROW = 1024
+_BLOCK = 2**18  # elements whose magnitudes are in memory at a time, on the CPU
 #: Modules that return their input, or most of it.
 _SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -50,6 +56,7 @@ class ForwardHooks:
         model: the user's own model.
         called: the model that the loop calls: the engine's wrapper around it, or the model itself.
         needs: what each statistic needs.
+        with_parameters: the names of the modules that have parameters.
 
     Attributes:
         names: the names of the modules whose outputs are read, in the order of the model.
@@ -57,7 +64,9 @@ class ForwardHooks:
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
     """
 
-    def __init__(self, model: nn.Module, called: nn.Module, needs: Sequence[ForwardNeeds]) -> None:
+    def __init__(
+        self, model: nn.Module, called: nn.Module, needs: Sequence[ForwardNeeds], with_parameters: Container[str] = ()
+    ) -> None:
         self._model, self._called = model, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
         self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
@@ -69,6 +78,8 @@ class ForwardHooks:
         chosen = _chosen(model, [need.modules for need in needs if need.modules is not None])
         self.names = [name for name, _ in chosen]
         self._modules = [module for _, module in chosen]
+        # See [Note: whose zeros are counted].
+        self._counts_zeros = [name not in with_parameters for name in self.names]
         self._is_logged = True
         self._is_printed = self._print_every > 0
         self._facts: list[tuple[int, torch.Tensor]] = []
@@ -165,7 +176,8 @@ class ForwardHooks:
             self.called.append(index)
         tensors = [tensor for tensor in floats_of(output) if tensor.numel() and tensor.layout is torch.strided]
         if self._has_facts:
-            self._facts += [(index, facts_of(tensor)) for tensor in tensors]
+            counts_zeros = self._counts_zeros[index]
+            self._facts += [(index, facts_of(tensor, counts_zeros)) for tensor in tensors]
         self._print(index, 1, tensors)
 
     @torch.no_grad()
@@ -280,8 +292,12 @@ def _together(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.cat([one[:4] + other[:4], torch.maximum(one[4:], other[4:])])
 
 
-def facts_of(tensor: torch.Tensor) -> torch.Tensor:
+def facts_of(tensor: torch.Tensor, counts_zeros: bool = True) -> torch.Tensor:
     """How many elements, the sum of squares, how many are zero, how many are not finite, and the largest magnitude.
+
+    Args:
+        tensor: of floating-point or complex numbers.
+        counts_zeros: whether zeros are counted; if not, their number is NaN.
 
     Returns:
         A float64 tensor of shape (5,) on the device of ``tensor``.
@@ -294,15 +310,26 @@ def facts_of(tensor: torch.Tensor) -> torch.Tensor:
         found = scan([tensor], frozenset(wanted), tensor.device).facts  # type: ignore[arg-type]
         squares, zeros, nonfinite, high, low = (found[name][0] for name in wanted)  # type: ignore[index]
         count = torch.full_like(squares, tensor.numel())
+        zeros = zeros if counts_zeros else torch.full_like(squares, torch.nan)
         return torch.stack([count, squares, zeros, nonfinite, torch.maximum(high, low)])
-    # A whole scan takes three times as long as these four readings, and a model has many modules.
+    # A whole scan takes three times as long as these readings, and a model has many modules.
     flat = real(tensor).reshape(-1)
     flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
     whole = flat.numel() // _ROW * _ROW
     norms = [row_norms(part) for part in (flat[:whole].view(-1, _ROW), flat[None, whole:]) if part.numel()]
     power = float(torch.cat(norms).square().sum())
-    largest = float(largest_of(flat))
-    bits = flat.abs().view(torch.int32 if flat.dtype is torch.float32 else torch.int64)
-    empty = flat.numel() - int(bits.clamp_(max=1).sum(dtype=torch.int32))
     bad = 0 if power < torch.inf else int((~torch.isfinite(flat)).sum())
-    return torch.tensor([flat.numel(), power, empty, bad, largest], dtype=torch.float64)
+    empty = _zeros(flat) if counts_zeros else torch.nan
+    return torch.tensor([flat.numel(), power, empty, bad, float(largest_of(flat))], dtype=torch.float64)
+
+
+def _zeros(flat: torch.Tensor) -> int:
+    """How many elements are zero. The bits of a magnitude, read as an integer, are zero only if it is zero."""
+    found = 0
+    room = torch.empty(min(_BLOCK, flat.numel()), dtype=flat.dtype)
+    for part in torch.split(flat, _BLOCK):
+        magnitudes = torch.abs(part, out=room[: part.numel()])
+        if not float(magnitudes.amin()) > 0:  # NaN is not greater
+            bits = magnitudes.view(torch.int32 if flat.dtype is torch.float32 else torch.int64)
+            found += part.numel() - int(bits.clamp_(max=1).sum(dtype=torch.int32))
+    return found

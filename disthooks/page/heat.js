@@ -37,7 +37,9 @@ function valueOf(map, code) {
   if (code === 255) return "not finite";
   if (code === 1) return "0";
   const part = (code - 2) / 252;
-  return map.share ? percent(part, 1) : `about ${numberText(10 ** (map.low + part * (map.high - map.low)))}`;
+  if (map.share) return percent(part, 1);
+  const text = numberText(10 ** (map.low + part * (map.high - map.low)));
+  return code === 254 ? `${text} or more` : code === 2 ? `${text} or less` : `about ${text}`;
 }
 
 async function showHeat() {

@@ -13,7 +13,7 @@ function numberText(value, unit) {
   if (unit === "bytes") return bytes(value);
   if (unit === "seconds") return seconds(value);
   const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
   return String(Number(value.toPrecision(4)));
 }
 

@@ -429,13 +429,17 @@ def _other_copy(run: Run, step: int, names: Sequence[str], ranks: Sequence[Any])
 
 def _dead(run: Run) -> Iterator[Culprit]:
     """The first layer whose outputs, or whose gradients, became all zero."""
-    zeros = values_of(run, "module", "activation_zeros")
-    if zeros is not None:
-        for at, place in stops(1.0 - zeros)[:1]:
-            name = run.names["module"][place]
-            text = f"Step {run.steps[at]}: all outputs of {name} became zero, and stay so: the layer is dead."
-            yield Culprit("dead", run.steps[at], name, None, text, [], ADVICE["dead"])
-            return
+    gone = []
+    for statistic in ("activation_rms", "activation_zeros"):
+        values = values_of(run, "module", statistic)
+        if values is not None:
+            gone += stops(1.0 - values if statistic == "activation_zeros" else values)
+    order = run.order["module"]
+    for at, place in sorted(gone, key=lambda found: (found[0], order.index(found[1])))[:1]:
+        name = run.names["module"][place]
+        text = f"Step {run.steps[at]}: all outputs of {name} became zero, and stay so: the layer is dead."
+        yield Culprit("dead", run.steps[at], name, None, text, [], ADVICE["dead"])
+        return
     norms = values_of(run, "param", "grad_norm")
     if norms is not None:
         for at, place in stops(norms)[:1]:

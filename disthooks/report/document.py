@@ -2,9 +2,11 @@
 
 # [Note: a heat map in little room]
 # A statistic of 200 parameters in 2,000 steps is 400,000 numbers, and a page has six of them. A number is one byte:
-# 0 where there is none, 1 for zero, 255 for what is not finite, and 2 to 254 for its logarithm between the smallest and
-# the largest. The bytes of a parameter are differences from step to step, which zlib makes small, and base64 makes text
-# of them. If there are more numbers, steps are joined, and the largest number of the joined steps stays.
+# 0 where there is none, 1 for zero, 255 for what is not finite, and 2 to 254 for its logarithm. The scale leaves out
+# two numbers of a thousand at each end, so that one spike does not make all others one colour: 2 is for the low end and
+# below, 254 for the high end and above. The bytes of a parameter are differences from step to step, which zlib makes
+# small, and base64 makes text of them. If there are more numbers, steps are joined, and the largest number of the
+# joined steps stays.
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from disthooks.report.sentences import figure, missing_said, nonfinite_entries, 
 _CELLS = 440_000  # numbers of a heat map
 _POINTS = 2_000  # steps of a curve
 _MOST = 200  # events
-_DECADES = 14  # between the smallest and the largest number of a heat map
+_SHARE = 0.002  # of the numbers that may be beyond each end of the scale of a heat map
+_MARGIN = 0.3  # decades
 
 #: The heat maps, in this order: of what, the statistic, the title, whether its scale is that of a share.
 HEATS = (
@@ -181,9 +184,7 @@ def heat(values: torch.Tensor, is_share: bool = False) -> dict[str, Any]:
         low, high, scaled = 0.0, 1.0, values
     else:
         scaled = values.clamp(min=1e-300).log10()
-        finite = scaled[is_finite]
-        high = float(finite.max()) if len(finite) else 0.0
-        low = max(float(finite.min()), high - _DECADES) if len(finite) else 0.0
+        low, high = _scale_of(scaled[is_finite])
     codes = 2 + ((scaled - low) / max(high - low, 1e-9) * 252).round().clamp(0, 252)
     codes = torch.where(is_finite, codes, torch.where(values.isnan(), 0.0, torch.where(values == 0, 1.0, 255.0)))
     # Bytes wrap around, so that a difference is a byte too.
@@ -191,6 +192,20 @@ def heat(values: torch.Tensor, is_share: bool = False) -> dict[str, Any]:
     bytes_of[:, 1:] -= bytes_of[:, :-1].clone()
     data = base64.b64encode(zlib.compress(bytes(bytes_of.flatten().tolist()), 9)).decode()
     return {"low": low, "high": high, "share": is_share, "stride": stride, "columns": len(values), "data": data}
+
+
+def _scale_of(levels: torch.Tensor) -> tuple[float, float]:
+    """The ends of the scale of a heat map, in decades. See [Note: a heat map in little room].
+
+    >>> _scale_of(torch.cat([torch.linspace(0.0, 1.0, 10_000), torch.tensor([30.0])]))
+    (0.0, 1.298)
+    """
+    if not len(levels):
+        return 0.0, 0.0
+    some = levels.sort().values
+    last = len(some) - 1
+    low, high = float(some[int(_SHARE * last)]), float(some[math.ceil((1 - _SHARE) * last)])
+    return max(float(some[0]), round(low - _MARGIN, 3)), min(float(some[-1]), round(high + _MARGIN, 3))
 
 
 def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:

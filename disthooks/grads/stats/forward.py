@@ -85,11 +85,12 @@ class Activations(Stat):
 
     For all outputs together the log gets ``activation_rms``, ``activation_max``, ``activation_zeros`` (a share from 0
     to 1) and ``activation_nonfinite`` (a count), and for each module the same as ``activation_rms/module/<name>`` and
-    so on. With several ranks it also gets the rank with the largest root mean square, ``activation_rms/argmax_rank``,
-    that root mean square, ``activation_rms/max_rank``, the mean over the ranks, ``activation_rms/mean_rank``, and the
-    rank with the largest magnitude, ``activation_max/argmax_rank``. The root mean square is the norm divided by the
-    root of the number of elements, so it depends neither on the size of the batch nor on how many ranks have parts of
-    it. Forwards without gradients do not count. A module that torch.compile runs without Python has no numbers.
+    so on. Zeros are counted in the outputs of modules without parameters, as activation functions are. With several
+    ranks the log also gets the rank with the largest root mean square, ``activation_rms/argmax_rank``, that root mean
+    square, ``activation_rms/max_rank``, the mean over the ranks, ``activation_rms/mean_rank``, and the rank with the
+    largest magnitude, ``activation_max/argmax_rank``. The root mean square is the norm divided by the root of the
+    number of elements, so it depends neither on the size of the batch nor on how many ranks have parts of it. Forwards
+    without gradients do not count. A module that torch.compile runs without Python has no numbers.
 
     Args:
         modules: a pattern of names of modules, or several; without it all modules that have no modules inside, except
@@ -127,6 +128,9 @@ class Activations(Stat):
         if not float(sums[:, 0].sum()):
             return {}
         columns = self._columns(torch.cat([sums.sum(0)[None], sums]), torch.cat([keys.amax(0)[None], keys]), found)
+        is_counted = ~sums[:, 2].isnan()
+        zeros, count = sums[is_counted, 2].sum(), sums[is_counted, 0].sum()
+        columns["activation_zeros"][0] = float(zeros / count) if count else None
         # The mean over ranks of all outputs is not the sum over modules of the means.
         for name in [name for name in columns if name.endswith("_rank")]:
             columns[name][0] = None
@@ -143,7 +147,7 @@ class Activations(Stat):
         columns: dict[str, list[Any]] = {
             "activation_rms": (squares / count).sqrt().tolist(),
             "activation_max": from_sortable(keys[:, 0]).tolist(),
-            "activation_zeros": (zeros / count).tolist(),
+            "activation_zeros": [None if share.isnan() else float(share) for share in zeros / count],
             "activation_nonfinite": nonfinite.tolist(),
         }
         if len(found.ranks) > 1:
