@@ -2,9 +2,9 @@
 
 # [Note: a heat map in little room]
 # A statistic of 200 parameters in 2,000 steps is 400,000 numbers, and a page has six of them. A number is one byte:
-# 0 where there is none, 1 for zero, 255 for what is not finite, and 2 to 254 for its logarithm. The scale leaves out
-# two numbers of a thousand at each end, so that one spike does not make all others one colour: 2 is for the low end and
-# below, 254 for the high end and above. The bytes of a parameter are differences from step to step, which zlib makes
+# 0 where there is none, 1 for zero, 255 for what is not finite, and 2 to 254 for its logarithm. The scale goes half a
+# decade beyond all but two of a hundred numbers at each end, so that one spike does not make all others one colour:
+# 2 is for the low end and below, 254 for the high end and above. The bytes of a parameter are differences from step to step, which zlib makes
 # small, and base64 makes text of them. If there are more numbers, steps are joined, and the largest number of the
 # joined steps stays.
 
@@ -28,8 +28,8 @@ from disthooks.report.sentences import figure, missing_said, nonfinite_entries, 
 _CELLS = 440_000  # numbers of a heat map
 _POINTS = 2_000  # steps of a curve
 _MOST = 200  # events
-_SHARE = 0.002  # of the numbers that may be beyond each end of the scale of a heat map
-_MARGIN = 0.3  # decades
+_SHARE = 0.02  # of the numbers that may be beyond each end of the scale of a heat map
+_MARGIN = 0.5  # decades
 
 #: The heat maps, in this order: of what, the statistic, the title, whether its scale is that of a share.
 HEATS = (
@@ -198,7 +198,7 @@ def _scale_of(levels: torch.Tensor) -> tuple[float, float]:
     """The ends of the scale of a heat map, in decades. See [Note: a heat map in little room].
 
     >>> _scale_of(torch.cat([torch.linspace(0.0, 1.0, 10_000), torch.tensor([30.0])]))
-    (0.0, 1.298)
+    (0.0, 1.48)
     """
     if not len(levels):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""README's picture is made by a script, in light and in dark."""
+"""README's pictures are made by a script, in light and in dark."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tests.support import ROOT
 from tests.support.browser import find_browser
 
 
-def test_the_picture_of_readme_is_made(tmp_path: pathlib.Path) -> None:
+def test_the_pictures_of_readme_are_made(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     find_browser()
     command = [sys.executable, str(ROOT / "docs/picture.py"), "--layers", "2", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    light, dark = ((tmp_path / f"explain-{scheme}.png").read_bytes() for scheme in ("light", "dark"))
-    shown = [(ROOT / f"docs/img/explain-{scheme}.png").read_bytes() for scheme in ("light", "dark")]
-    sizes = {struct.unpack(">II", picture[16:24]) for picture in (light, dark, *shown)}  # of the header of a PNG file
-    assert sizes == {(1120, 900)}
-    assert light != dark
+    for name in ("explain", "report"):
+        light, dark = ((tmp_path / f"{name}-{scheme}.png").read_bytes() for scheme in ("light", "dark"))
+        shown = [(ROOT / f"docs/img/{name}-{scheme}.png").read_bytes() for scheme in ("light", "dark")]
+        sizes = {struct.unpack(">II", picture[16:24]) for picture in (light, dark, *shown)}  # of the header of a file
+        assert sizes == {(1120, 900)}
+        assert light != dark
