@@ -3,10 +3,10 @@
 # [Note: a heat map in little room]
 # A statistic of 200 parameters in 2,000 steps is 400,000 numbers, and a page has six of them. A number is one byte:
 # 0 where there is none, 1 for zero, 255 for what is not finite, and 2 to 254 for its logarithm. The scale goes half a
-# decade beyond all but two of a hundred numbers at each end, so that one spike does not make all others one colour:
-# 2 is for the low end and below, 254 for the high end and above. The bytes of a parameter are differences from step to step, which zlib makes
-# small, and base64 makes text of them. If there are more numbers, steps are joined, and the largest number of the
-# joined steps stays.
+# decade beyond all but two of a hundred numbers at each end, so that one spike does not make all others one colour: 2
+# is for the low end and below, 254 for the high end and above. The bytes of a parameter are differences from step to
+# step, which zlib makes small, and base64 makes text of them. If there are more numbers, steps are joined, and the
+# largest number of the joined steps stays.
 
 from __future__ import annotations
 
