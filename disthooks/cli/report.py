@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pathlib
 import time
 from collections.abc import Iterator
@@ -86,7 +88,14 @@ def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | No
         notes.append(f"{len(log.broken)} lines of the log are no records, and were left out.")
     if len(log.runs) > 1:
         notes.append(f"The log has {len(log.runs)} runs; this page shows the last one.")
-    told = page_document(log.runs[-1], str(file), notes, other) if log.runs else {"name": str(file), "notes": notes}
+    predicted = None
+    if (beside := file.with_name("explain.json")).is_file():  # of `disthooks explain --json`
+        with contextlib.suppress(OSError, ValueError):
+            predicted = json.loads(beside.read_text(encoding="utf-8"))
+    if log.runs:
+        told = page_document(log.runs[-1], str(file), notes, other, predicted if isinstance(predicted, dict) else None)
+    else:
+        told = {"name": str(file), "notes": notes}
     try:
         output.write_text(page("report", told), encoding="utf-8")
     except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from disthooks.report.culprit import Culprit, culprits
-from disthooks.report.log import Run
+from disthooks.report.log import Run, number
 from disthooks.report.moved import values_of
 from disthooks.report.sentences import figure, missing_said, nonfinite_entries, peak_of, seconds, size, verdict
 
@@ -74,7 +74,13 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 
 
-def document(run: Run, name: str, notes: Sequence[str] = (), other: Run | None = None) -> dict[str, Any]:
+def document(
+    run: Run,
+    name: str,
+    notes: Sequence[str] = (),
+    other: Run | None = None,
+    predicted: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """What the page shows of ``run``, as JSON can hold it.
 
     Args:
@@ -82,6 +88,7 @@ def document(run: Run, name: str, notes: Sequence[str] = (), other: Run | None =
         name: its name, such as the path of its log.
         notes: what the reader should know of the log: that it is not whole, say.
         other: a second run, whose curves are shown beside.
+        predicted: what `disthooks explain --json` said before the run.
     """
     wrong = culprits(run)
     made: dict[str, Any] = {
@@ -103,7 +110,7 @@ def document(run: Run, name: str, notes: Sequence[str] = (), other: Run | None =
         "heats": list(heats(run)),
         "events": list(happenings(run, wrong)),
         "ranks": list(leads(run)),
-        "saved": list(places_of_saved(run)),
+        "saved": list(places_of_saved(run, predicted)),
         "notes": list(notes),
     }
     if other is not None:
@@ -130,15 +137,24 @@ def curves(run: Run) -> Iterator[dict[str, Any]]:
             unit = "seconds" if "_seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
             lines = [{"label": label, "values": column} for label, column in series]
             yield {"title": title, "section": section, "unit": unit, "lines": lines}
+    held = [(name.removeprefix("saved/").removesuffix("/held"), name) for name in _names(run) if name.endswith("/held")]
+    if held:
+        places = [{"label": label, "values": _column(run, name)} for label, name in held]
+        yield {"title": "Saved tensors held, by place", "section": "saved", "unit": "bytes", "lines": places}
     from disthooks.grads.sinks.base import meaning
 
-    for key in dict.fromkeys(key for record in run.records for key in record):
+    for key in _names(run):
         ours = key in known or key.split("/")[0].split("_")[0] in ("grad", "activation", "input", "forward", "backward")
         if ours or key.startswith(("saved/", "replicas/", "skipped", "nonfinite", "loss", "update", "clip", "param_")):
             continue
         column = _column(run, key) if meaning(key) == "number" else None
         if column is not None:
             yield {"title": key, "section": "also", "unit": "", "lines": [{"label": "", "values": column}]}
+
+
+def _names(run: Run) -> list[str]:
+    """The names of the numbers of steps."""
+    return list(dict.fromkeys(key for record in run.records for key in record))
 
 
 def _column(run: Run, name: str) -> list[float | None] | None:
@@ -278,10 +294,17 @@ def leads(run: Run) -> Iterator[dict[str, Any]]:
             yield {"title": title, "of": len(given), "ranks": [[rank, count] for count, rank in counts]}
 
 
-def places_of_saved(run: Run) -> Iterator[dict[str, Any]]:
-    """The totals of saved tensors at the end of the run."""
+def places_of_saved(run: Run, predicted: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """What was predicted of saved tensors beside what was measured, and their totals at the end of the run."""
+    moved = [each for each in run.column("saved/moved_per_step") if each is not None]
+    plan = (predicted or {}).get("plan")
+    rows = plan.get("modules") if isinstance(plan, dict) else None
+    if moved and isinstance(rows, list):
+        told = sum(number(row.get("moved")) or 0.0 for row in rows if isinstance(row, dict))
+        text = f"{size(statistics.median(moved))}, and {size(told)} were predicted"
+        yield {"name": "moved in a step", "text": text}
     last = run.records[-1]
-    for key in dict.fromkeys(key for record in run.records for key in record if key.startswith("saved/")):
+    for key in (key for key in _names(run) if key.startswith("saved/")):
         value = last.get(key)
         if isinstance(value, (int, float)) and not key.endswith("_per_step"):
             yield {"name": key.removeprefix("saved/"), "text": figure(key, float(value))}

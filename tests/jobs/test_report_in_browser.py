@@ -193,6 +193,42 @@ def test_two_runs_are_compared(chromium: Browser, tmp_path: pathlib.Path) -> Non
     assert "the other run" in text(chromium, "#about")
 
 
+def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, tmp_path: pathlib.Path) -> None:
+    """A real plan, explained and then run; the prediction is to the byte."""
+    import torch
+    from torch import nn
+
+    import disthooks as dh
+
+    def build() -> tuple[nn.Module, torch.Tensor]:
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), torch.randn(256, 64)
+
+    to_disk = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    plan = [("0", to_disk), ("1", to_disk)]
+    (tmp_path / "explain.json").write_text(json.dumps(dh.explain(build, plan=plan, device="cpu").to_dict()))
+    model, x = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    file = tmp_path / "run.jsonl"
+    sinks = [dh.sinks.Jsonl(file)]
+    with (
+        dh.save_activations(model, ["0", "1"], to_disk) as saving,
+        dh.gradients(model, optimizer, stats=dh.stats.full(), sinks=sinks, every=1, also=[saving]),
+    ):
+        for _ in range(4):
+            model(x.clone().requires_grad_()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    page = page_of(file)
+    show(chromium, page)
+    is_quiet(chromium, page)
+    measured, predicted = (
+        text(chromium, "#saved .wide tr td:nth-of-type(2)").removesuffix(" were predicted").split(", and ")
+    )
+    assert measured == predicted != "0 B"
+    titles = chromium.run("[...document.querySelectorAll('#saved .chart b')].map((each) => each.textContent)")
+    assert titles == ["Saved tensors moved in a step", "Saved tensors held, by place"]
+
+
 @pytest.mark.parametrize(
     ("steps", "layers", "evil"),
     [(60, 24, EVIL), (60, 24, "\"'&<b>漢字\u202e"), (6, 10_000, ""), (1, 3, "")],
