@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks import stats
+from tests.support import needs
 from tests.support.engines import ENGINES, FIRST, close, loss_of, make
 from tests.support.ranks.harness import Ranks
 
@@ -186,3 +187,40 @@ def test_the_loss_of_what_a_model_returns() -> None:
         optimizer.step()
     assert watch.latest["loss"] == pytest.approx(float(loss.detach()))
     assert watch.latest["lr"] == 0.1
+
+
+def _on_deepspeed(rank: int, stage: int) -> tuple[dict[str, Any], dict[str, tuple[int, float]]]:
+    """The record of a step, and what hooks of the test saw of each module on this rank: elements, sum of squares."""
+    from tests.support.zero import engine_of, step
+
+    engine = engine_of(stage, "fp32")
+    seen: dict[str, tuple[int, float]] = {}
+
+    def see(name: str, output: torch.Tensor) -> None:
+        count, squares = seen.get(name, (0, 0.0))
+        seen[name] = count + output.numel(), squares + float(output.detach().double().square().sum())
+
+    leaves = [(n, m) for n, m in engine.module.named_modules() if not list(m.children())]
+    handles = [m.register_forward_hook(lambda _, a, out, name=n: see(name, out)) for n, m in leaves]
+    kinds = [*stats.full(), stats.Fingerprints()]
+    with dh.gradients(engine, stats=kinds, every=1) as watch:
+        step(engine, rank)
+    for handle in handles:
+        handle.remove()
+    return watch.latest, seen
+
+
+@needs("deepspeed")
+@pytest.mark.dist
+@pytest.mark.first_tier(stage=(2,))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed(ranks: Ranks, stage: int) -> None:
+    (record, first), (_, second) = ranks(_on_deepspeed, stage)
+    assert len(first) > 2
+    for name in first:
+        count, squares = (a + b for a, b in zip(first[name], second[name], strict=True))
+        assert close(record[f"activation_rms/module/{name}"], (squares / count) ** 0.5, 1e-5), name
+        assert int(record[f"fingerprint/output/module/{name}"], 16) > 0
+    assert record["update_ratio"] > 0
+    assert record["backward_seconds"] > 0
+    assert record["grad_max_abs/max_rank"] > 0
