@@ -96,6 +96,13 @@ function drawHeat() {
   listenToHeat(canvas);
 }
 
+// The name of the block that a layer is in: up to the first number in it.
+function blockOf(name) {
+  const parts = name.split(".");
+  const number = parts.findIndex((part) => /^\d+$/.test(part));
+  return number < 0 ? parts[0] : parts.slice(0, number + 1).join(".");
+}
+
 // As many names as there is room for: each row's, or those of the rows at which a block begins.
 function rowNames(left, high) {
   const { map, rows } = heat;
@@ -105,7 +112,7 @@ function rowNames(left, high) {
   let block = "";
   rows.forEach((row, place) => {
     const name = map.rows[row];
-    const own = name.split(".").slice(0, 2).join(".");
+    const own = blockOf(name);
     const top = place * each;
     if (top - last < 13 || (each < 12 && own === block && top - last < 40)) return;
     last = top;

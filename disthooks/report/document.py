@@ -131,7 +131,10 @@ def _stride(run: Run) -> int:
 def curves(run: Run) -> Iterator[dict[str, Any]]:
     """The curves of a run. Where steps are joined, the largest number of them stays."""
     known = {name for _, _, names in CURVES for name, _ in names}
+    is_alone = number(run.about.get("ranks")) == 1
     for title, section, names in CURVES:
+        if is_alone and "_rank" in names[0][0] and "_seconds" not in names[0][0]:
+            continue
         series = [(label, column) for key, label in names if (column := _column(run, key)) is not None]
         if series:
             unit = "seconds" if "_seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
@@ -281,6 +284,8 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
 
 def leads(run: Run) -> Iterator[dict[str, Any]]:
     """How often each rank had the largest number."""
+    if number(run.about.get("ranks")) == 1:
+        return
     for key, title in (
         ("grad_norm/argmax_rank", "largest gradient norm"),
         ("loss/argmax_rank", "largest loss"),

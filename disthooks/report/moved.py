@@ -191,7 +191,8 @@ def _of_signal(run: Run, signal: Signal) -> Iterator[Event]:
         found = scores(values / others_of(run, "loss"))._replace(usual=others_of(run, "loss"))
     else:
         found = scores(values)
-    ranks = values_of(run, signal.of, signal.rank) if signal.rank else None
+    has_ranks = bool(signal.rank) and (number(run.about.get("ranks")) or 2) > 1
+    ranks = values_of(run, signal.of, signal.rank) if has_ranks else None
     is_jump = (found.distance > signal.limit) & (found.deviations > signal.deviations)
     for at, place in is_jump.nonzero().tolist():
         rank = math.nan if ranks is None else float(ranks[at, place])

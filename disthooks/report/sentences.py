@@ -126,6 +126,8 @@ def value_of(record: dict[str, Any], name: str) -> Any:
 
 def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
     """Which rank led with the largest norm, if its lead stands out."""
+    if (number(run.about.get("ranks")) or 2) < 2:
+        return
     leads: dict[int, list[tuple[float, float, float, int]]] = collections.defaultdict(list)
     for record in run.records:
         rank = value_of(record, "grad_norm/argmax_rank")
