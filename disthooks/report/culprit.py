@@ -24,7 +24,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ from disthooks.report.log import Run, number
 from disthooks.report.moved import Event, Scores, events, others_of, scores, stops, values_of
 
 _GAP = 3  # records without an event that end an episode
+_CERTAIN = ("nonfinite", "replicas", "weights", "dead", "learning rate")
+# For how many records what is certain explains jumps that follow: ranks that differ do so for ever.
+_AFTERWARDS, _ALWAYS = 32, 2**60
 #: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
 _SLOW = ((1.0, 5), (0.3, 20))
 _BEGUN = 12  # records after which a learning rate is no longer warmed up from zero
@@ -100,18 +103,19 @@ SLOW = {
 def culprits(run: Run) -> list[Culprit]:
     """What went wrong in ``run``, in the order of steps. See [Note: who is to blame]."""
     found = [*_nonfinite(run), *_replicas(run), *_dead(run), *_rates(run), *_slow(run)]
-    certain = {culprit.step for culprit in found if culprit.kind != "slow"}
-    steps = run.steps
+    places = {step: at for at, step in enumerate(run.steps)}
     for episode in episodes(events(run)):
-        first, last = steps[episode[0].at], steps[episode[-1].at]
-        # What is known already explains the jumps that come with it and after it.
-        if not any((step <= last and step >= first - _reach(steps)) or step <= first for step in certain):
+        if not any(_explains(culprit, places.get(culprit.step, 0), episode) for culprit in found):
             found.append(_judge(run, episode))
     return sorted(found, key=lambda culprit: culprit.step)
 
 
-def _reach(steps: Sequence[int]) -> int:
-    return steps[1] - steps[0] if len(steps) > 1 else 1
+def _explains(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
+    """Whether what is known for certain, of the record at ``at``, explains the jumps of an episode."""
+    if culprit.kind not in _CERTAIN:
+        return False
+    lasts = _ALWAYS if culprit.kind in ("replicas", "weights") else _AFTERWARDS
+    return episode[0].at - lasts <= at <= episode[-1].at + 1
 
 
 def episodes(found: Sequence[Event]) -> list[list[Event]]:
@@ -147,17 +151,12 @@ def _judge(run: Run, episode: Sequence[Event]) -> Culprit:
     if made is None:
         event = max(now, key=lambda event: event.factor)
         made = _culprit(run, "jump", at, _name(run, event), event.rank, said(run, event, names_rank=False))
-    kind, step, where, rank, text = made
-    later = _then(run, episode, at)
-    return Culprit(kind, step, where, rank, text, [*(said(run, e) for e in _telling(now)), *later], ADVICE[kind])
+    return replace(made, evidence=[*(said(run, event) for event in _telling(now)), *_then(run, episode, at)])
 
 
-_Made = tuple[str, int, str, int | None, str]
-
-
-def _culprit(run: Run, kind: str, at: int, where: str, rank: int | None, what: str) -> _Made:
-    on = "" if rank is None else f" on rank {rank}"
-    return kind, run.steps[at], where, rank, f"Step {run.steps[at]}{on}: {what}."
+def _culprit(run: Run, kind: str, at: int, where: str, rank: int | None, what: str) -> Culprit:
+    step, on = run.steps[at], "" if rank is None else f" on rank {rank}"
+    return Culprit(kind, step, where, rank, f"Step {step}{on}: {what}.", [], ADVICE[kind])
 
 
 def _rates(run: Run) -> Iterator[Culprit]:
@@ -179,13 +178,13 @@ def _rates(run: Run) -> Iterator[Culprit]:
             yield Culprit("learning rate", step, "", None, f"{text}.", [], ADVICE["learning rate"])
 
 
-def _of_forward(run: Run, at: int, modules: Sequence[Event], losses: Sequence[Event]) -> _Made | None:
+def _of_forward(run: Run, at: int, modules: Sequence[Event], losses: Sequence[Event]) -> Culprit | None:
     if losses and modules[0].place == run.order["module"][0]:
         return None  # what the first module returns depends on the batch alone
     return _of_jump(run, at, modules)
 
 
-def _of_jump(run: Run, at: int, modules: Sequence[Event]) -> _Made:
+def _of_jump(run: Run, at: int, modules: Sequence[Event]) -> Culprit:
     first = modules[0]
     name = run.names["module"][first.place]
     more = len({event.place for event in modules}) - 1
@@ -200,7 +199,7 @@ def _of_jump(run: Run, at: int, modules: Sequence[Event]) -> _Made:
     )
 
 
-def _of_batch(run: Run, at: int, losses: Sequence[Event]) -> _Made:
+def _of_batch(run: Run, at: int, losses: Sequence[Event]) -> Culprit:
     event = losses[0]
     rank = event.rank if event.signal.rank else None
     than = "on the other ranks" if rank is not None else "usually"
@@ -209,7 +208,7 @@ def _of_batch(run: Run, at: int, losses: Sequence[Event]) -> _Made:
     return _culprit(run, "batch", at, "", rank, f"{what}{cause}")
 
 
-def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> _Made:
+def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
     names, name = run.names["param"], grads[0].signal.name.partition("/")[0]
     worst = max(grads, key=lambda event: event.factor)
     values = values_of(run, "param", grads[0].signal.name)
@@ -243,7 +242,7 @@ def _factor(found: Scores, at: int, place: int) -> float:
     return 10 ** float(found.distance[at, place])
 
 
-def _of_update(run: Run, at: int, event: Event) -> _Made:
+def _of_update(run: Run, at: int, event: Event) -> Culprit:
     name = run.names["param"][event.place]
     what = f"the update of {name} jumped to {_times(event.factor)} its usual size, and its gradient did not"
     return _culprit(run, "update", at, name, event.rank, f"{what}: the optimizer's state is wrong")
@@ -344,8 +343,7 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
         count = float(outputs[at, place])
         some = f"{count:,.0f} elements" if count > 1 else "an element"
         text = f"{some} of the output of {name} became infinite or NaN"
-        _, _, _, _, sentence = _culprit(run, "nonfinite", at, name, rank, text)
-        return Culprit("nonfinite", step, name, rank, sentence, evidence, ADVICE["nonfinite"])
+        return replace(_culprit(run, "nonfinite", at, name, rank, text), evidence=evidence)
     if jumped:
         return _overflowed(run, at, jumped, "gradients", evidence)
     places = [place for place in record.get("nonfinite_at") or () if isinstance(place, dict)]
@@ -361,9 +359,9 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
 
 def _overflowed(run: Run, at: int, jumped: Sequence[Event], what: str, evidence: list[str]) -> Culprit:
     """An output jumped in the step in which something else became infinite or NaN: that came of it."""
-    kind, step, where, rank, text = _of_jump(run, at, jumped)
-    text = f"{text.removesuffix('.')}; {what} then became infinite or NaN."
-    return Culprit(kind, step, where, rank, text, evidence, ADVICE[kind])
+    made = _of_jump(run, at, jumped)
+    text = f"{made.text.removesuffix('.')}; {what} then became infinite or NaN."
+    return replace(made, text=text, evidence=evidence)
 
 
 def _texts(found: Any) -> list[str]:

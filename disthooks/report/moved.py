@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -168,6 +169,7 @@ def without_those_behind(values: torch.Tensor, order: Sequence[int]) -> Scores:
     return found._replace(distance=left, deviations=_compared(left).deviations)
 
 
+@functools.lru_cache(maxsize=2)
 def events(run: Run) -> list[Event]:
     """What jumped, in the order of steps, and within a step causes before effects. See [Note: what came first]."""
     found: list[tuple[int, int, int, Event]] = []
