@@ -74,7 +74,7 @@ class ForwardHooks:
             any(need.facts for need in needs),
             max(need.prints for need in needs or [ForwardNeeds()]),
         )
-        self._is_in_forward = False
+        self._is_in_forward = self._has_forward = False
         chosen = _chosen(model, [need.modules for need in needs if need.modules is not None])
         self.names = [name for name, _ in chosen]
         self._modules = [module for _, module in chosen]
@@ -108,7 +108,7 @@ class ForwardHooks:
 
     def begin(self, step: int, is_logged: bool) -> None:
         """The next forwards belong to ``step``, which is logged or not."""
-        self._is_logged, self._is_in_forward = is_logged, False
+        self._is_logged, self._is_in_forward, self._has_forward = is_logged, False, False
         self._is_printed = self._print_every > 0 and step % self._print_every == 0
         self._clock.begin()
 
@@ -118,7 +118,8 @@ class ForwardHooks:
 
     def saw_gradient(self) -> None:
         """A hook has seen a gradient of this rank, before its reduction."""
-        self._clock.mark("backward")
+        if self._has_forward:  # if the loop does not call the model itself, nobody knows when backward began
+            self._clock.mark("backward")
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Keep the loss of a micro-batch.
@@ -216,7 +217,7 @@ class ForwardHooks:
         if not torch.is_grad_enabled() or in_backward():
             return
         self._clock.mark("forward")
-        self._is_in_forward = False
+        self._is_in_forward, self._has_forward = False, True
         found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if self._has_loss and isinstance(found, torch.Tensor) and found.numel() == 1:
             self.note_loss(found)

@@ -107,6 +107,11 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self._optimizer = optimizer
         self._go_on(self._loaded or (self._state if trainer.global_step else {}))
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Hand in the loss of a micro-batch, for ``stats.Loss``."""
+        if (watch := self._watch()) is not None:
+            watch.note_loss(_whole_loss(trainer, loss))
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Begin the step: gradients are final, and Lightning has not clipped them yet."""
         if (watch := self._watch()) is not None and optimizer is self._optimizer:
@@ -255,6 +260,11 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
             if gradients is not None and gradients not in self._joined.values():
                 self.join(None, gradients)
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Hand in the loss of a micro-batch, for ``stats.Loss``."""
+        for gradients in self._joined.values():
+            gradients.note_loss(_whole_loss(trainer, loss))
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Log the record of the step before. The attachment measures by itself, before Lightning clips."""
         self._log(trainer)
@@ -319,6 +329,11 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
 def _no_session(optimizer: Any) -> Gradients | None:
     """Return None, because nothing is attached in a process without a session."""
     return None
+
+
+def _whole_loss(trainer: Any, loss: Any) -> Any:
+    """The loss of a micro-batch: Lightning has divided it by their number."""
+    return loss.detach() * trainer.accumulate_grad_batches
 
 
 def _publish(trainer: Any, record: Mapping[str, Any], prefix: str, monitor: Iterable[str] = ()) -> None:

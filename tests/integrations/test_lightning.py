@@ -94,6 +94,22 @@ def test_a_strategy(ranks: Ranks, name: str, how: str, tmp_path: pathlib.Path) -
     assert float(rows[0]["gradients/grad_norm"]) == pytest.approx(found[0]["own"][0], rel=1e-5)
 
 
+def test_the_loss_is_handed_in_and_no_time_is_made_up() -> None:
+    """Lightning calls training_step and not forward, so nobody knows when a forward begins."""
+    kinds = [{"kind": "Loss"}, {"kind": "Times"}, {"kind": "Norm"}]
+    callback, losses = DisthooksCallback({"watch": {"every": 1, "stats": kinds}}), []
+
+    class Kept(Lit):
+        def training_step(self, *args: Any) -> Any:
+            loss = super().training_step(*args)
+            losses.append(float(loss.detach()))
+            return loss
+
+    fit(Kept(), [callback], max_steps=2, accumulate_grad_batches=2)
+    assert callback.latest["loss"] == pytest.approx(sum(losses[-2:]) / 2)
+    assert "backward_seconds" not in callback.latest or callback.latest["forward_seconds"] > 0
+
+
 def test_its_rules_and_lightnings_own_clipping() -> None:
     """Ours clips as Lightning does; with both, ours comes first and what is logged is from before either."""
     theirs = fit(Lit(), [], gradient_clip_val=0.01)

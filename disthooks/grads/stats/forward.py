@@ -181,7 +181,7 @@ class _OwnNumbers(Measure):
         """The numbers, and for each whether this rank has it."""
         facts = _forward(local)
         if self.of == "times":
-            return facts.seconds, torch.ones_like(facts.seconds, dtype=torch.bool)
+            return facts.seconds, (facts.seconds.sum() > 0).expand_as(facts.seconds)
         total, count = facts.loss[:1], facts.loss[1:]
         return total / count.clamp(min=1), count > 0
 
