@@ -70,10 +70,8 @@ class ForwardHooks:
         self._model, self._called = model, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
         self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
-        self._has_facts, self._print_every = (
-            any(need.facts for need in needs),
-            max(need.prints for need in needs or [ForwardNeeds()]),
-        )
+        self._has_facts = any(need.facts for need in needs)
+        self._print_every = max((need.prints for need in needs), default=0)
         self._is_in_forward = self._has_forward = False
         chosen = _chosen(model, [need.modules for need in needs if need.modules is not None])
         self.names = [name for name, _ in chosen]
@@ -140,29 +138,25 @@ class ForwardHooks:
         seconds = self._clock.take()
         if not is_logged or not self._is_needed:
             return None
-        outputs = torch.zeros(len(self.names), 5, dtype=torch.float64, device=device)
-        if facts:
-            # Most modules are called once in a step; the others are added up here, without an index on the device.
-            of: dict[int, torch.Tensor] = {}
-            for index, found in facts:
-                of[index] = found if index not in of else _together(of[index], onto(found, of[index].device))
-            none = torch.zeros(5, dtype=torch.float64, device=device)
-            outputs = torch.stack([onto(of[i], device) if i in of else none for i in range(len(self.names))])
-        loss = torch.zeros(2, dtype=torch.float64, device=device)
-        if losses:
-            total = torch.stack([onto(each, device) for each in losses]).sum()
-            loss = torch.stack([total, torch.full_like(total, len(losses))])
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        of_sides = [
-            onto(prints[key], device) if key in prints else zero
-            for key in itertools.product(range(len(self.names)), (0, 1))
-        ]
+        sides = itertools.product(range(len(self.names)), (0, 1))
+        printed = [onto(prints[side], device) if side in prints else zero for side in sides]
         return ForwardFacts(
-            outputs,
-            loss,
-            moved(torch.tensor(seconds, dtype=torch.float64), device),
-            torch.stack(of_sides).view(-1, 2) if of_sides else zero.new_zeros(0, 2),
+            outputs=self._added_up(facts, device),
+            loss=_sum_and_count(losses, device),
+            seconds=moved(torch.tensor(seconds, dtype=torch.float64), device),
+            prints=torch.stack(printed).view(-1, 2) if printed else zero.new_zeros(0, 2),
         )
+
+    def _added_up(self, facts: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
+        """The facts of each module, a row for each; zeros for a module that was not called."""
+        # Most modules are called once in a step; the others are added up here, without an index on the device.
+        of: dict[int, torch.Tensor] = {}
+        for index, found in facts:
+            of[index] = found if index not in of else _together(of[index], onto(found, of[index].device))
+        none = torch.zeros(5, dtype=torch.float64, device=device)
+        rows = [onto(of[index], device) if index in of else none for index in range(len(self.names))]
+        return torch.stack(rows) if rows else none.new_zeros(0, 5)
 
     # -- hooks
 
@@ -286,6 +280,13 @@ def _chosen(model: nn.Module, wanted: Sequence[Sequence[Pattern]]) -> list[tuple
             leaves = (each for each in model.modules() if not next(each.children(), None))
             found |= {id(module) for module in leaves if not isinstance(module, _SAME)}
     return [(canonical_name(name), module) for name, module in model.named_modules() if id(module) in found]
+
+
+def _sum_and_count(losses: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not losses:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.stack([onto(loss, device) for loss in losses]).sum()
+    return torch.stack([total, torch.full_like(total, len(losses))])
 
 
 def _together(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
