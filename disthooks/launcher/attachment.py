@@ -246,7 +246,7 @@ class Attachments:
     def __init__(self) -> None:
         self._alive: list[ModelAttachment] = []
         self._outcomes: list[tuple[int, dict[str, Any]]] = []  # number and outcome of models that are collected
-        self._count = 0
+        self._count = self._optimizers = 0
 
     def __bool__(self) -> bool:
         return bool(self._alive)
@@ -261,12 +261,13 @@ class Attachments:
         engine: Engine,
     ) -> None:
         """Attach `plan` to one more model; see :meth:`ModelAttachment.attach`."""
-        number = sum(each.optimizers for each in self._alive)
         attachment = ModelAttachment(model, self._count, on_attached)
         self._count += 1
         # This comes first: if attaching raises, `remove_all` takes off the part that was attached.
         self._alive.append(attachment)
-        attachment.attach(plan, is_partial, optimizers, number, engine)
+        # Those of collected models count too: their last records may be written later, under their numbers.
+        attachment.attach(plan, is_partial, optimizers, self._optimizers, engine)
+        self._optimizers += attachment.optimizers
         if attachment.is_empty:
             self._alive.remove(attachment)
 
