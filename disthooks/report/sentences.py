@@ -19,6 +19,7 @@ from disthooks.report.log import Run, number
 
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
+_FIRST = 10  # records
 _SECONDS = re.compile(r"_seconds(_per_step)?(/(max|mean)_rank)?$")
 
 
@@ -90,10 +91,15 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
         yield f"blame found: {blamed}."
 
 
-def peak_of(run: Run) -> dict[str, Any] | None:
-    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms."""
+def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
+    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms.
+
+    Args:
+        run: the run.
+        begin: the place of the first record that counts.
+    """
     norms, found = [], []
-    for record in run.records:
+    for record in run.records[begin:]:
         peak, norm = number(record.get("grad_norm/peak")), number(record.get("grad_norm"))
         if peak is not None and math.isfinite(peak):
             found.append((peak, record["grad_norm/peak_step"], record.get("grad_norm/peak_rank")))
@@ -107,7 +113,8 @@ def peak_of(run: Run) -> dict[str, Any] | None:
 
 
 def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
-    peak = peak_of(run)
+    # The first norms of a new model are large, and fall fast.
+    peak = peak_of(run, _FIRST if len(run.records) > 2 * _FIRST else 0)
     if peak and peak["norm"] > _MUCH * peak["median"] and peak["step"] not in named:
         led = f", and rank {peak['rank']} had the largest norm" if peak["rank"] is not None else ""
         yield (
