@@ -355,6 +355,8 @@ class Gradients(Attachment):
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Hand in the loss of a micro-batch, on every rank, for :class:`disthooks.stats.Loss`. Nothing waits for it.
 
+        Without that statistic the loss is not used.
+
         Args:
             loss: a number, or a tensor of one element, on any device.
 
@@ -395,6 +397,7 @@ class Gradients(Attachment):
         if result.excluded:
             exclude_from_step(optimizer, [shard.parameter for shard in result.excluded])
         decision = result.skip()
+        self._was_logged = is_logged
         self._records.watch(self.steps, result.merged, decision, is_measured)
         if is_measured and not self._runner.plan.after.uses and (self._config.stats or result.log):
             self._record(self.steps, result, is_logged)
@@ -420,14 +423,13 @@ class Gradients(Attachment):
         found: dict[str, float] = {}
         for name in sorted({name for stat in self._config.stats for name in stat.settings}):
             given = [group[name] for group in self._checks.optimizer.param_groups if name in group]
-            # A setting in a tensor on a device would make the host wait.
-            known = [float(each) for each in given if not isinstance(each, torch.Tensor) or each.is_cpu]
+            # A tensor on a device would make the host wait, and an optimizer that finds its own rate may have None.
+            known = [float(each) for each in given if isinstance(each, (int, float)) or _is_on_host(each)]
             if known:
                 found[name] = max(known)
         return found
 
     def _begin_next_step(self) -> None:
-        self._was_logged = self._is_logged()
         self.steps += 1
         self._begin_hooks()
 
@@ -601,6 +603,7 @@ class Gradients(Attachment):
             _check_states(part, mine[part], state.get(part, []))
         self._checks.counts.loaded()
         self.steps = int(state["steps"])
+        self._records.forget_recent()  # of steps that are made again now
         self._begin_hooks()
         for part, states in self._states().items():
             for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
@@ -622,6 +625,10 @@ def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None
         shapes, others = ({name: tuple(value.shape) for name, value in state.items()} for state in (own, found))
         if shapes != others:
             raise UsageError(f"the state of {kind} has the shapes {others}, and {shapes} are needed")
+
+
+def _is_on_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1
 
 
 def _kind(rule: Rule) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from disthooks._handles import UncopiedHook
+from disthooks._handles import UncopiedHook, weak_method
 from disthooks._hashing import GOLDEN, Checksums, signed64
 from disthooks._match import Pattern, canonical_name, match_modules
 from disthooks._tensors import floats_of, local_part
@@ -99,9 +100,11 @@ class ForwardHooks:
                 before = UncopiedHook(_InputReader(self, index))
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if self._has_loss or self.has_times:
+            # Before the hooks of fully_shard, which wait for other ranks.
+            begin, end = (UncopiedHook(weak_method(method)) for method in (self._begin_forward, self._end_forward))
             for module in {self._called, self._model}:
-                handles.append(module.register_forward_pre_hook(UncopiedHook(self._begin_forward)))
-            handles.append(self._model.register_forward_hook(UncopiedHook(self._end_forward)))
+                handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            handles.append(self._model.register_forward_hook(end))
         return handles
 
     def begin(self, step: int, is_logged: bool) -> None:
@@ -250,24 +253,26 @@ class Clock:
 
 
 class _Reader:
-    """The hook on one module."""
+    """The hook on one module. It does nothing once the attachment is collected: nobody would take what it finds."""
 
     __slots__ = ("hooks", "index")
 
     def __init__(self, hooks: ForwardHooks, index: int) -> None:
-        self.hooks, self.index = hooks, index
+        self.hooks, self.index = weakref.ref(hooks), index
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.hooks.is_reading:
-            self.hooks.read(self.index, output)
+        hooks = self.hooks()
+        if hooks is not None and hooks.is_reading:
+            hooks.read(self.index, output)
 
 
 class _InputReader(_Reader):
     """The hook on the inputs of one module."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.hooks.is_reading:
-            self.hooks.read_inputs(self.index, (args, kwargs))
+        hooks = self.hooks()
+        if hooks is not None and hooks.is_reading:
+            hooks.read_inputs(self.index, (args, kwargs))
 
 
 def _chosen(model: nn.Module, wanted: Sequence[Sequence[Pattern]]) -> list[tuple[str, nn.Module]]:
@@ -316,7 +321,7 @@ def facts_of(tensor: torch.Tensor, counts_zeros: bool = True) -> torch.Tensor:
         return torch.stack([count, squares, zeros, nonfinite, torch.maximum(high, low)])
     # A whole scan takes three times as long as these readings, and a model has many modules.
     flat = real(tensor).reshape(-1)
-    flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+    flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     whole = flat.numel() // _ROW * _ROW
     norms = [row_norms(part) for part in (flat[:whole].view(-1, _ROW), flat[None, whole:]) if part.numel()]
     power = float(torch.cat(norms).square().sum())

@@ -146,6 +146,7 @@ class LocalGradientHooks:
         self._last_backward: dict[int, int] = {}
         self._no_stats, self._checksums = [_NO_STATS] * len(indices), Checksums()
         self._has_stats = bool(needs.logged | needs.always)
+        self._logged_facts, self._always_facts = (needs.logged | needs.always) - _TIME, needs.always - _TIME
         self.on_gradient: Callable[[], None] | None = None
         self.has_rules = bool(rules.scopes)
         self.is_used = self.has_rules or self._has_stats
@@ -183,8 +184,8 @@ class LocalGradientHooks:
                     "gradients; build the layer with sparse=False"
                 )
             return None
-        facts = self._needs.logged | self._needs.always if self._is_logged else self._needs.always
-        if facts - _TIME:
+        facts = self._logged_facts if self._is_logged else self._always_facts
+        if facts:
             self._look(index, local_part(grad.detach()), facts)
         return self.rules.rewrite(index, grad) if self.rules.scopes else None
 

@@ -216,8 +216,8 @@ class WatchedSteps:
         spikes: steps whose norm was a spike, until somebody takes them.
     """
 
-    def __init__(self, plan: StepPlan, ranks: Sequence[int]) -> None:
-        self._plan, self._ranks = plan, ranks
+    def __init__(self, plan: StepPlan, ranks: Sequence[int], finds_spikes: bool = False) -> None:
+        self._plan, self._ranks, self._finds_spikes = plan, ranks, finds_spikes
         # The first round that measures in every step which ranks had non-finite gradients, and of which parameters.
         uses = [part.always.uses.get(OwnNonFinite(), ()) for part in plan.rounds]
         self._round = next((i for i, indices in enumerate(uses) if indices), 0)
@@ -275,14 +275,19 @@ class WatchedSteps:
         """Keep the norm of this step if it is the largest since the last record."""
         norm = math.sqrt(float(numbers["squares"]))
         self._unlogged += 1
-        if len(self._norms) >= _FEWEST:
-            mean, deviation = statistics.fmean(self._norms), statistics.pstdev(self._norms)
-            self.spikes += [step] if norm > mean + _DEVIATIONS * deviation > 0 else []
-        if math.isfinite(norm):
-            self._norms.append(norm)
+        if self._finds_spikes:
+            self._find_spike(step, norm)
         if math.isfinite(norm) and (self._peak is None or norm > self._peak.norm):
             rank = leader(numbers["leads"].tolist(), self._ranks) if self._has_lead else None
             self._peak = _Peak(norm, step, rank)
+
+    def _find_spike(self, step: int, norm: float) -> None:
+        if len(self._norms) >= _FEWEST:
+            mean = statistics.fmean(self._norms)
+            deviation = math.sqrt(statistics.fmean([(each - mean) ** 2 for each in self._norms]))
+            self.spikes += [step] if norm > mean + _DEVIATIONS * deviation > 0 else []
+        if math.isfinite(norm):
+            self._norms.append(norm)
 
     def take_peak(self) -> dict[str, Any]:
         """The largest norm since the last call, for the record of the step that was read last; {} for one step alone.
@@ -393,7 +398,7 @@ class StepRecords:
         self._recent: deque[RecentStep] = deque(maxlen=recent)
         self._until = -1  # steps that are not logged become records up to this one
         self._plan, self._ranks = plan, ranks
-        self._watched = WatchedSteps(plan, ranks)
+        self._watched = WatchedSteps(plan, ranks, finds_spikes=recent > 0)
         self._pending: PendingRecord | None = None
         self._was_norm_nonfinite = False  # in the step that was logged last
 
@@ -424,6 +429,11 @@ class StepRecords:
     def keep(self, recent: RecentStep) -> None:
         """Keep the numbers of a step that is not logged. See [Note: recent steps]."""
         self._recent.append(recent)
+
+    def forget_recent(self) -> None:
+        """Forget the steps that are kept, because a state of other steps was loaded."""
+        self._recent.clear()
+        self._until = -1
 
     def _recent_records(self, happened: Sequence[int], known: Mapping[int, Mapping[str, Any]]) -> Iterator[StepRecord]:
         """The records of recent steps, if something has happened in one of them or shortly before."""

@@ -224,3 +224,57 @@ def test_deepspeed(ranks: Ranks, stage: int) -> None:
     assert record["update_ratio"] > 0
     assert record["backward_seconds"] > 0
     assert record["grad_max_abs/max_rank"] > 0
+
+
+def test_a_learning_rate_that_the_optimizer_finds_itself() -> None:
+    """Adafactor of transformers has None; a rate may be a tensor."""
+    model = nn.Linear(2, 1)
+    for rate, logged in ((None, None), (torch.tensor(0.25), 0.25), (0.5, 0.5)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dh.gradients(model, optimizer, stats=[stats.Updates()]) as watch:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.param_groups[0]["lr"] = rate
+            watch.begin_step()
+            optimizer.param_groups[0]["lr"] = 0.1
+            optimizer.step()
+        assert watch.latest.get("lr") == logged
+
+
+def test_outputs_in_few_bits() -> None:
+    class Few(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.detach().to(torch.float8_e4m3fn)
+
+    few, layer = Few(), nn.Linear(2, 1)
+    model = nn.ModuleList([few, layer])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, stats=[stats.Activations(), stats.Fingerprints()]) as watch:
+        few(torch.tensor([[3.0, 4.0]]))
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert watch.latest["activation_max/module/0"] == 4.0
+
+
+def _late(rank: int, engine: str) -> list[dict[str, Any]]:
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    records = []
+    with dh.gradients(model, optimizer, stats=[stats.Times()], every=1) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            time.sleep(0.2 if rank == 1 else 0.0)
+            loss_of(model, step, engine, rank).backward()
+            optimizer.step()
+            watch.flush()
+            records.append(watch.latest)
+    return records
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_the_input_tells_the_slow_rank_where_forward_waits(ranks: Ranks, engine: str) -> None:
+    for records in ranks(_late, engine):
+        for record in records[1:]:
+            most, mean = record["input_seconds/max_rank"], record["input_seconds"]
+            assert record["input_seconds/argmax_rank"] == 1
+            assert 2 * mean - most < most / 2, "the other rank waits in forward"
