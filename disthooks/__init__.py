@@ -14,7 +14,7 @@ _MODULES = {
     "AtLeast": "disthooks.saved.pipeline",
     "Attachment": "disthooks._handles",
     "Functions": "disthooks.saved.stores.base",
-    "Gradients": "disthooks.grads.attach",
+    "Gradients": "disthooks.grads.attachment",
     "Plan": "disthooks.config",
     "Prepared": "disthooks.config",
     "ReplicaReport": "disthooks.watch.replicas",
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from disthooks._handles import Attachment
     from disthooks.config import Plan, Prepared, from_config, prepare
     from disthooks.grads import sinks, stats
-    from disthooks.grads.attach import Gradients, gradients
+    from disthooks.grads.attach import gradients
+    from disthooks.grads.attachment import Gradients
     from disthooks.grads.on_gradient import on_gradient
     from disthooks.grads.rules.adaptive import ClipAdaptive, ClipPercentile, ClipZScore
     from disthooks.grads.rules.base import only

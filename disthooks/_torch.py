@@ -412,6 +412,22 @@ def scaler_under_way() -> Any:
     return None
 
 
+def in_pipeline_stage() -> bool:
+    """Whether a ``PipelineStage`` of torch has called the function that runs now; see [Note: looking up the stack]."""
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    code = None if stage is None else stage._PipelineStageBase.forward_maybe_with_nosync.__code__
+    frame: FrameType | None = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def unscale(scaler: Any, optimizer: Any) -> None:
+    """Take the scale out of the gradients of ``optimizer``, unless ``scaler`` has done that in this iteration."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+        scaler.unscale_(optimizer)
+
+
 @contextlib.contextmanager
 def name_of_next_group(name: str) -> Iterator[None]:
     """Inside, ``torch.distributed.new_group(use_local_synchronization=True)`` names its group ``name``.

@@ -35,7 +35,8 @@ from disthooks.config.build import BuildSpec
 from disthooks.config.source import Path, Source
 from disthooks.engines.base import Engine
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
-from disthooks.grads.attach import Gradients, GradientsReport, gradients
+from disthooks.grads.attach import gradients
+from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
 from disthooks.saved.pipeline import Pipeline

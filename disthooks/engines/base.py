@@ -62,6 +62,7 @@ from disthooks._match import canonical_name, is_of_class, unwrap_engine
 from disthooks._ranks import global_rank
 from disthooks._registry import register
 from disthooks._tensors import local_part
+from disthooks.engines.joint_steps import JointSteps, parameters_of
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, all_optimizers
 from disthooks.errors import AttachError, UsageError
 
@@ -249,6 +250,7 @@ class Engine:
         trains_alone: whether each process trains a model of its own, as far as the engine knows, though there may be
             several processes.
         may_step_unreduced: whether ranks may step with gradients that nobody reduced, each for itself (local SGD).
+        has_other_parts: whether there are other models, or other ranks with models of their own.
         has_named_state: whether the optimizer keeps its state by parameter, not by partition.
         can_exclude_parameters: whether single parameters can be left out of a step (``skip.exclude_from_step``).
     """
@@ -256,6 +258,7 @@ class Engine:
     label: ClassVar[str] = "a plain module"
     trains_alone: ClassVar[bool] = False
     may_step_unreduced: ClassVar[bool] = False
+    has_other_parts: bool = False
     has_named_state: bool = True
     can_exclude_parameters: bool = True
 
@@ -266,6 +269,19 @@ class Engine:
         self._registered_modules = self._find_modules()
 
     # -- the model
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The user's own models; more than one only if several were joined."""
+        return [self.model]
+
+    def prefixes(self) -> Sequence[str]:
+        """For each of :attr:`models` what the names of its parameters and modules begin with."""
+        return [""]
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        """The names that any rank gives, in the same order on every rank."""
+        return list(names)
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -360,16 +376,20 @@ class Engine:
     def inner_optimizer(self, optimizer: Any) -> Any:
         """The optimizer whose ``step`` makes the update: the one that the user gave, or the one inside its wrappers.
 
+        For a list of optimizers it is a :class:`~disthooks.engines.joint_steps.JointSteps`.
+
         Raises:
             UsageError: when there is none, or none that hooks could be put on.
         """
         if optimizer is None:
             raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
-        return inner_optimizer(optimizer)
+        if not isinstance(optimizer, (list, tuple)):
+            return inner_optimizer(optimizer)
+        return inner_optimizer(optimizer[0]) if len(optimizer) == 1 else JointSteps([*map(inner_optimizer, optimizer)])
 
     def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters that ``optimizer`` updates, as they are in ``shards``."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return parameters_of(optimizer)
 
     def is_updated(self, index: int) -> bool:
         """Whether a shard may be updated at all; False if the engine's own optimizer was not given its parameter."""
@@ -386,12 +406,16 @@ class Engine:
             run: in a step with a closure it is called when the closure is done.
             on_repeat: how a step is treated that calls its closure again.
         """
-        hooks = StepHooks.of(inner_optimizer(optimizer))
-        return hooks.add(hooks.before, StepCallback(run, on_repeat))
+        hooks = _steps_of(optimizer)
+        return HandleGroup(hooks.add(hooks.before, StepCallback(run, on_repeat)), *self.watch_reduction())
+
+    def watch_reduction(self) -> list[Removable]:
+        """Put on the hooks that :meth:`reason_unreduced` needs."""
+        return []
 
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Run the functions of :meth:`before_step` now; the step that comes next does not run them again."""
-        StepHooks.of(inner_optimizer(optimizer)).prepare(scaler)
+        _steps_of(optimizer).prepare(scaler)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
         """Call ``run`` before any optimizer steps, and before the functions of :meth:`before_step`.
@@ -402,7 +426,7 @@ class Engine:
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Call ``run()`` after each step's update."""
-        hooks = StepHooks.of(inner_optimizer(optimizer))
+        hooks = _steps_of(optimizer)
         return hooks.add(hooks.after, run)
 
     # -- where parameters are registered
@@ -482,6 +506,10 @@ def inner_optimizer(optimizer: Any) -> Any:
             )
         optimizer = inner
     return optimizer
+
+
+def _steps_of(optimizer: Any) -> StepHooks | JointSteps:
+    return optimizer if isinstance(optimizer, JointSteps) else StepHooks.of(inner_optimizer(optimizer))
 
 
 @register("engine")

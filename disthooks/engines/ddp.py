@@ -5,6 +5,8 @@
 # backward of that forward leaves each rank with its own gradients. A step depends on the last backward and not on the
 # last forward, because a rank may compute a metric inside `no_sync()` that has no backward. So a forward hook puts a
 # tensor hook on the outputs. When a backward reaches the outputs, that hook notes what their forward decided.
+# torch's PipelineStage runs each forward inside `no_sync()`. It prepares the reducer itself before the last backward of
+# a step, which alone is outside of `no_sync()`.
 #
 # [Note: the parameters that DDP reduces]
 # DDP counts the parameters that need gradients when it is made, and reduces those. If a parameter is unfrozen later,
@@ -28,8 +30,8 @@ from torch.nn.parallel.distributed import _find_tensors
 from disthooks._handles import UncopiedHook
 from disthooks._match import canonical_name, is_of_class, unwrap_engine
 from disthooks._registry import register
-from disthooks.engines.base import Engine, HandleGroup, Part, Removable, Shard
-from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
+from disthooks._torch import in_pipeline_stage
+from disthooks.engines.base import Engine, Part, Removable, Shard
 from disthooks.errors import AttachError
 
 
@@ -52,6 +54,7 @@ class Ddp(Engine):
         self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
         self._last_forward_prepares = True
         self._last_backward_reduces = True
+        self._is_of_pipeline = False  # the last forward
         super().__init__(unwrap_engine(model), ranks, dist.get_rank(wrapper.process_group))
         self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
         self._check_all_reduced()
@@ -62,10 +65,7 @@ class Ddp(Engine):
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
         if name in self._ignored:
-            raise AttachError(
-                f"DDP was told to ignore {name!r}: its gradients stay different on every rank, so there is no final "
-                "one to measure; let DDP reduce them"
-            )
+            return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape))
         if hasattr(parameter, "device_mesh"):
             raise AttachError(
                 f"{name!r} is a DTensor inside DDP, so disthooks cannot tell how many ranks have each of its elements; "
@@ -74,11 +74,10 @@ class Ddp(Engine):
         mine = index % len(self.ranks) == self.position
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
 
-    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
+    def watch_reduction(self) -> list[Removable]:
         # See [Note: the last backward of DDP].
         begins = self._wrapper.register_forward_pre_hook(UncopiedHook(self._begin_forward))
-        ends = self._wrapper.register_forward_hook(UncopiedHook(self._end_forward))
-        return HandleGroup(super().before_step(optimizer, run, on_repeat), begins, ends)
+        return [begins, self._wrapper.register_forward_hook(UncopiedHook(self._end_forward))]
 
     def reason_unreduced(self) -> str:
         if self._last_backward_reduces:
@@ -93,6 +92,7 @@ class Ddp(Engine):
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         # DDP asks the same in its forward, and prepares its reducer or does not.
         self._last_forward_prepares = bool(self._wrapper.require_backward_grad_sync)
+        self._is_of_pipeline = not self._last_forward_prepares and in_pipeline_stage()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -101,10 +101,11 @@ class Ddp(Engine):
         if not tensors:  # the output is an object that DDP does not look into either
             self._last_backward_reduces = self._last_forward_prepares
         for tensor in tensors:
-            tensor.register_hook(functools.partial(self._begin_backward, self._last_forward_prepares))
+            decided = None if self._is_of_pipeline else self._last_forward_prepares
+            tensor.register_hook(functools.partial(self._begin_backward, decided))
 
-    def _begin_backward(self, reduces: bool, grad: torch.Tensor) -> None:
-        self._last_backward_reduces = reduces
+    def _begin_backward(self, reduces: bool | None, grad: torch.Tensor) -> None:
+        self._last_backward_reduces = bool(self._wrapper.require_backward_grad_sync) if reduces is None else reduces
 
     def check(self) -> None:
         if self._wrapper._join_config.enable:  # see [Note: join]
@@ -118,7 +119,7 @@ class Ddp(Engine):
 
     def _check_all_reduced(self) -> None:
         """Raise if DDP does not reduce a parameter's gradient; see [Note: the parameters that DDP reduces]."""
-        needing = sum(shard.parameter.requires_grad for shard in self.shards)
+        needing = sum(s.parameter.requires_grad for s in self.shards if s.sharding != "unreduced")
         if not 0 < self._reduced < needing:
             return
         thawed = [shard.name for shard in self._frozen if shard.parameter.requires_grad]

@@ -42,8 +42,7 @@ from disthooks._handles import weak_method
 from disthooks._match import canonical_name, is_of_class
 from disthooks._registry import register
 from disthooks._torch import backward_id
-from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removable, Shard
-from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
+from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard
 from disthooks.errors import AttachError, UsageError
 
 _FSDP1 = "FullyShardedDataParallel"
@@ -308,9 +307,8 @@ class Fsdp1(Engine):
                 )
         super().check()
 
-    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
-        hooks = [hook for unit in self._units if (hook := unit.watch_reduction()) is not None]
-        return HandleGroup(super().before_step(optimizer, run, on_repeat), *hooks)
+    def watch_reduction(self) -> list[Removable]:
+        return [hook for unit in self._units if (hook := unit.watch_reduction()) is not None]
 
     def reason_unreduced(self) -> str:
         # After a backward inside no_sync() the gradient is whole on every rank, so all ranks answer alike, even those

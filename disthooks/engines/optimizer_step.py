@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -297,13 +297,18 @@ class StepHooks:
         except BaseException:
             end_step(optimizer)  # no step follows, so parameters that a function excluded from it come back
             raise
-        made = [decision for decision in decisions if decision is not None]
-        return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
+        return joint_decision(decisions)
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _is_stepping(optimizer):
             for run in list(self.after):
                 run()
+
+
+def joint_decision(decisions: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Whether any of ``decisions`` is to skip the step, as a tensor on the device; None if nothing decided."""
+    made = [decision for decision in decisions if decision is not None]
+    return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
 
 
 _existing: weakref.WeakSet[StepHooks] = weakref.WeakSet()

@@ -14,42 +14,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from disthooks._handles import Attachment, UncopiedHook
+from disthooks._hashing import Checksums
 from disthooks._match import Pattern
-from disthooks._ranks import describe, has_several_ranks
-from disthooks.engines.base import Engine
+from disthooks._ranks import describe, global_rank
+from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import detect_engine, refuse_replicate
-from disthooks.engines.optimizer_step import OnRepeat
-from disthooks.engines.skip import exclude_from_step
-from disthooks.engines.when_final import before_clipping
+from disthooks.engines.joined import Joined, experts_of, ranks_of_group
+from disthooks.engines.joint_steps import parameters_of
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
+from disthooks.grads.attachment import Gradients, GradientsConfig
 from disthooks.grads.collectives import StepCounts
 from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
 from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
-from disthooks.grads.records import Reading, RecentStep, StepRecords, UnwrittenRecords
-from disthooks.grads.rules.base import Only, Rule, as_rule
-from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink, as_also_logged
-from disthooks.grads.stats.base import Stat, State
-from disthooks.grads.step import StepChecks, StepResult, StepRunner
+from disthooks.grads.records import StepRecords
+from disthooks.grads.rules.base import Only, Rule, as_rule, named
+from disthooks.grads.sinks.base import RecordWriter, Sink, as_also_logged
+from disthooks.grads.stats.base import Stat
+from disthooks.grads.step import StepChecks, StepRunner
 
 
 def gradients(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     rules: Iterable[Rule | Callable[[str, torch.Tensor], torch.Tensor]] = (),
     stats: Iterable[Stat] = (),
@@ -59,6 +56,8 @@ def gradients(
     groups: Mapping[str, Pattern | Iterable[Pattern]] | None = None,
     also: Iterable[Any] = (),
     scaler: Any = None,
+    process_group: Any = None,
+    experts: Any = None,
     _engine: Engine | None = None,
 ) -> Gradients:
     """Before every step of ``optimizer``, apply ``rules`` to the final gradients; log ``stats`` of some steps.
@@ -68,11 +67,15 @@ def gradients(
     model, and call it on every rank. A round of measuring is at most two all-reduces on a process group of its own;
     between logged steps nothing waits for the device.
 
+    Several optimizers, models and stages of a pipeline make one step together: one norm of all gradients, one decision
+    whether to skip, and one record.
+
     Args:
-        model: the model that the engine returned; for ``fully_shard`` the model itself.
-        optimizer: the optimizer whose steps count, or accelerate's wrapper around it. Parameters of the model that it
-            does not hold are not changed and not measured. A DeepSpeed engine has an optimizer of its own, so none is
-            needed there.
+        model: the model that the engine returned; for ``fully_shard`` the model itself. A list of models for those
+            that step together, such as the chunks of a pipeline on this rank.
+        optimizer: the optimizer whose steps count, or accelerate's wrapper around it. A list of those that step
+            together, after one backward: ``[muon, adamw]``. Parameters of the model that they do not hold are not
+            changed and not measured. A DeepSpeed engine has an optimizer of its own, so none is needed there.
         rules: applied in this order: :class:`~disthooks.ClipValue`, :class:`~disthooks.ClipNorm`,
             :func:`~disthooks.only`, or a function of a name and the local part of a gradient, which returns
             the new gradient.
@@ -89,6 +92,12 @@ def gradients(
             own objects when the step is logged, which is one step late. If one raises, or has a name that is logged
             already, a warning names it, and it is left out.
         scaler: the ``GradScaler``, which rules at "local" need to work in your units. Statistics find it.
+        process_group: the ranks whose gradients belong together, if a model is on some of them only: each rank of a
+            pipeline gives its own stage, and the group of all stages and their copies. It is a process group, a
+            ``DeviceMesh`` of one dimension, or "world".
+        experts: patterns of the parameters of which each rank has its own, which FSDP or DDP was told to ignore; or a
+            dict that has for each pattern the group, each of whose ranks has other experts. All of them count then.
+            Without a group these are all ranks.
 
     Returns:
         A handle with ``latest``, ``flush()``, ``report()`` and ``remove()``; also a context manager.
@@ -97,7 +106,8 @@ def gradients(
         UsageError: when an argument can never work.
         MatchError: when a pattern in ``only`` matches no parameter.
         AttachError: when hooks would not fire: the optimizer holds other parameters than the model, or the engine
-            is not supported. Also from ``step()``, if parameters were replaced since.
+            is not supported; and when ranks have different values of a parameter that nobody reduces, which ``experts``
+            does not name. Also from ``step()``, if parameters were replaced since.
 
     >>> from disthooks import ClipNorm
     >>> model = nn.Linear(2, 1, bias=False)
@@ -108,6 +118,23 @@ def gradients(
     >>> watch.latest["grad_norm"], model.weight.grad
     (5.0, tensor([[0.6000, 0.8000]]))
     """
+    config = _checked(rules, stats, sinks, every, recent, groups, also, scaler)
+    models: list[Any] = [*model] if isinstance(model, (list, tuple)) else [model]
+    if not models:
+        raise UsageError("model=[]: give the models of the optimizer")
+    # A configuration's plan has detected the engine already.
+    engines = [_engine] if _engine is not None else [detect_engine(each) for each in models]
+    for engine in engines:
+        refuse_replicate(engine)
+    inner = engines[0].inner_optimizer(optimizer)
+    if len(engines) == 1 and process_group is None and not experts:
+        return _attach(engines[0], models, inner, config)
+    return _attach(_joined(engines, inner, process_group, experts, scaler), models, inner, config)
+
+
+def _checked(
+    rules: Any, stats: Any, sinks: Any, every: Any, recent: Any, groups: Any, also: Any, scaler: Any
+) -> GradientsConfig:
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: log every how many steps? An int of at least 1")
     if not isinstance(recent, int) or isinstance(recent, bool) or recent < 0:
@@ -119,7 +146,7 @@ def gradients(
             raise UsageError(
                 f"{stat!r} is no statistic: give stats.Norm(), stats.NonFinite() or another one of disthooks.stats"
             )
-    targets, named = list(_listed("sinks", sinks)), _grouped(groups)
+    targets, grouped = list(_listed("sinks", sinks)), _grouped(groups)
     for sink in targets:
         if not callable(sink):
             raise UsageError(f"{sink!r} is no sink: give sinks.Jsonl(path), sinks.Console() or a function of a dict")
@@ -128,11 +155,23 @@ def gradients(
     asked = [sink for sink in targets if not getattr(sink, "may_wait", False)]  # an integration's own is no error
     if asked and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
-    engine = _engine or detect_engine(model)  # a configuration's plan has detected it already
-    refuse_replicate(engine)
     others = [as_also_logged(it) for it in _listed("also", also)]
-    config = GradientsConfig(chosen, watched, targets, every, named, others, scaler, recent)
-    return _attach(engine, model, engine.inner_optimizer(optimizer), config)
+    return GradientsConfig(chosen, watched, targets, every, grouped, others, scaler, recent)
+
+
+def _joined(engines: Sequence[Engine], optimizer: Any, process_group: Any, experts: Any, scaler: Any) -> Joined:
+    """The engines of several models or ranks as one; all ranks call it."""
+    ranks = engines[0].ranks if process_group is None else ranks_of_group("process_group", process_group)
+    if process_group is None and any(engine.ranks != ranks for engine in engines):
+        on = ", ".join(f"{engine.label} on {list(engine.ranks)}" for engine in engines)
+        raise AttachError(f"the models are on different ranks ({on}): give process_group=, the group of all of them")
+    if global_rank() not in ranks:
+        raise UsageError(f"process_group={process_group!r} has the ranks {list(ranks)}, and this is {global_rank()}")
+    group = collectives.group_of(ranks)
+    parameters = parameters_of(optimizer)
+    device = collectives.device_for(group, parameters[0].device if parameters else torch.device("cpu"))
+    gather = functools.partial(collectives.gather_distinct, group, device)
+    return Joined(engines, ranks, parameters, experts_of(experts, ranks), gather, scaler)
 
 
 def _listed(what: str, given: Any) -> Iterable[Any]:
@@ -152,21 +191,7 @@ def _grouped(groups: Any) -> dict[str, Any]:
     return dict(groups)
 
 
-@dataclass(frozen=True)
-class GradientsConfig:
-    """The arguments of :func:`disthooks.gradients`, checked."""
-
-    rules: Sequence[Rule] = ()
-    stats: Sequence[Stat] = ()
-    sinks: Sequence[Sink] = ()
-    every: int = 50
-    groups: Mapping[str, Pattern | Iterable[Pattern]] = field(default_factory=dict)
-    also: Sequence[AlsoLogged] = ()
-    scaler: Any = None
-    recent: int = 0
-
-
-def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsConfig) -> Gradients:
+def _attach(engine: Engine, models: Sequence[nn.Module], optimizer: Any, config: GradientsConfig) -> Gradients:
     """Find what every step needs, once; agree with the other ranks; then put the hooks on."""
     local = [rule for rule in config.rules if _is_local(rule)]
     final = [rule for rule in config.rules if not _is_local(rule)]
@@ -180,9 +205,8 @@ def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsC
                 "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
                 "before the engine takes the model"
             )
-    with_parameters = {shard.name.rpartition(".")[0] for shard in engine.shards}
-    needs_of_forward = [stat.forward_needs() for stat in config.stats]
-    forward_hooks = ForwardHooks(engine.model, model, needs_of_forward, with_parameters)
+    needs_of_forward = [stat.forward_needs() for stat in config.stats] + [rule.forward_needs() for rule in final]
+    forward_hooks = ForwardHooks(engine, models, needs_of_forward)
     plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards), forward_hooks.names)
     for i, stat in enumerate(config.stats):
         if stat.alone and any(type(other) is type(stat) for other in config.stats[:i]):
@@ -190,11 +214,12 @@ def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsC
         stat.check(engine, shards)
     # Each statistic with the state that it keeps from one logged step to the next.
     stats = [(stat, stat.start(len(plan.scopes) + len(shards) * stat.per_parameter)) for stat in config.stats]
+    group = collectives.group_of(engine.ranks)
+    device = collectives.device_for(group, shards[0].parameter.device)
+    _refuse_different_copies(engine, shards, group, device)
     local_rules = LocalRules(engine, local, indices, config.scaler)
     needs = LocalNeeds.of(plan, config.stats, indices)
     local_hooks = LocalGradientHooks(engine, indices, needs, local_rules)
-    group = collectives.group_of(engine.ranks)
-    device = collectives.device_for(group, shards[0].parameter.device)
     runner = StepRunner(engine, plan, local_hooks, forward_hooks, config.scaler, group, device)
     counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
     checks = StepChecks(engine, optimizer, parameters, counts, has_rules=bool(plan.rules))
@@ -205,6 +230,25 @@ def _attach(engine: Engine, model: nn.Module, optimizer: Any, config: GradientsC
             "SkipNonFinite or ClipNorm, which look at every step"
         )
     return Gradients(config, checks, runner, records, _open_sinks(config, engine, runner))
+
+
+def _refuse_different_copies(engine: Engine, shards: Sequence[Shard], group: Any, device: torch.device) -> None:
+    """Raise AttachError if ranks have different values of a parameter whose gradient nobody reduces."""
+    apart = [shard for shard in shards if shard.sharding == "unreduced" and shard.parameter.requires_grad]
+    if not apart:
+        return
+    checksums = Checksums()
+    values = [int(checksums(shard.values().detach())) for shard in apart]
+    has_own, is_alike = collectives.agree(
+        group, device, any(len(shard.replica_ranks) == 1 for shard in apart), str(values)
+    )
+    if has_own or not is_alike:
+        raise AttachError(
+            f"{named(apart)}: {engine.label} ignores these parameters, so nobody reduces their gradients, and each "
+            "rank has its own: of one rank alone a norm would be wrong. If these are experts, name them: "
+            "gradients(..., experts='*.experts.*'), or experts={pattern: group} if several ranks have the same ones; "
+            "otherwise let the engine reduce them"
+        )
 
 
 def _is_local(rule: Rule) -> bool:
@@ -234,8 +278,8 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
     }
     names = [shard.name for shard in runner.plan.shards]
     try:
-        named = {"param": names, "module": runner.plan.modules, "called": runner.forward_hooks.called}
-        writer.open(config.sinks if engine.position == 0 else (), about, named)
+        columns = {"param": names, "module": runner.plan.modules, "called": runner.forward_hooks.called}
+        writer.open(config.sinks if engine.position == 0 else (), about, columns)
     except Exception as error:
         failure = error
     scopes = [bound.indices for bound in runner.plan.rules], [sorted(s) for s in runner.local_hooks.rules.scopes]
@@ -257,379 +301,3 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
             f"every, for the same parameters; this one has {mine}"
         )
     raise AttachError(f"rank {engine.ranks[0]} could not open its sinks; its error says why")
-
-
-@dataclass(frozen=True)
-class GradientsReport:
-    """The engine of an attachment, and the cost of its steps.
-
-    Attributes:
-        engine: which engine was found.
-        ranks: the global ranks whose gradients belong together.
-        parameters: how many parameters the optimizer holds.
-        rounds: how many measurements a logged step takes; each rule that measures gradients which another rule rewrote
-            adds one, and so do statistics of the update.
-        collectives: all-reduces in a step that is not logged, and in one that is; at most two a round.
-        bytes: how many bytes each rank gives to them, in a step that is not logged, and in one that is.
-        steps: how many steps there have been.
-    """
-
-    engine: str
-    ranks: tuple[int, ...]
-    parameters: int
-    rounds: int
-    collectives: tuple[int, int]
-    bytes: tuple[int, int]
-    steps: int
-
-
-class Gradients(Attachment):
-    """The attachment that :func:`gradients` returns. See [Note: the life of a step].
-
-    Attributes:
-        latest: the record that was logged last, on every rank; it is one step behind until :meth:`flush`.
-        last_nonfinite: the record of the last step whose gradients were not finite, on every rank. None before there
-            was one, and where neither ``stats.NonFinite`` nor ``SkipNonFinite`` looks for such steps.
-        steps: how many steps of the optimizer there have been.
-        nonfinite_steps: how many of them are known to have had gradients that were not finite. Each of them is known
-            where ``stats.NonFinite`` or ``SkipNonFinite`` looks, otherwise those that were logged with a norm.
-    """
-
-    def __init__(
-        self,
-        config: GradientsConfig,
-        checks: StepChecks,
-        runner: StepRunner,
-        records: StepRecords,
-        writer: RecordWriter,
-    ) -> None:
-        super().__init__()
-        self.latest: dict[str, Any] = {}
-        self.last_nonfinite: dict[str, Any] | None = None
-        self.steps = 0
-        self.nonfinite_steps = 0
-        self._config, self._checks, self._runner = config, checks, runner
-        self._records, self._writer = records, writer
-        self._was_logged = True  # the step that was made last
-        self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
-        self._log_when: list[Callable[[int], bool]] = []
-        self._tell: list[Callable[[dict[str, Any]], object]] = []
-        self._heir: Callable[[UnwrittenRecords], object] | None = None
-        self.on_remove(writer.close)  # given first, so called last: after the last flush
-        engine, optimizer, plan = checks.engine, checks.optimizer, runner.plan
-        try:
-            for handle in [*runner.local_hooks.attach(), *runner.forward_hooks.attach()]:
-                self.on_remove(handle.remove)
-            if engine.trains_alone and has_several_ranks():
-                self.on_remove(engine.model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
-            # See [Note: one step hook for all] in engines/optimizer_step.py. A step that calls its closure several
-            # times would apply the rules several times, so it is refused.
-            on_repeat: OnRepeat = "refuse" if plan.rules else "first"
-            self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
-            self.on_remove(before_clipping(self._before_clipping).remove)
-            if plan.after.uses or runner.forward_hooks.has_times:
-                self.on_remove(engine.after_step(optimizer, self._after_step).remove)
-            self.on_remove(self.flush)
-            self.on_remove(functools.partial(setattr, self, "_heir", None))
-            self.at_exit(self.remove)  # which flushes, then closes the sinks
-        except BaseException:
-            self.remove()
-            raise
-
-    # In each step.
-
-    def begin_step(self, scaler: Any = None) -> None:
-        """Measure and apply the rules now, on gradients that are final; the next step does not do it again.
-
-        This is for loops that clip gradients by code of their own: call it on every rank just before the loop clips,
-        when all of the step's backwards are done. torch's clip_grad_norm_, clip_grad_value_ and clip_grads_with_norm_
-        call it by themselves. A second call before the step does nothing. All attachments to the optimizer run. In a
-        step with a closure, call it in the closure, after backward. DeepSpeed clips inside its step, after disthooks:
-        there this does nothing.
-
-        Args:
-            scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` is called first.
-        """
-        self._checks.engine.begin_step(self._checks.optimizer, scaler)
-
-    def note_loss(self, loss: torch.Tensor | float) -> None:
-        """Hand in the loss of a micro-batch, on every rank, for :class:`disthooks.stats.Loss`. Nothing waits for it.
-
-        Without that statistic the loss is not used.
-
-        Args:
-            loss: a number, or a tensor of one element, on any device.
-
-        Raises:
-            UsageError: when it is no single number.
-        """
-        self._runner.forward_hooks.note_loss(loss)
-
-    def _before_clipping(
-        self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]
-    ) -> None:
-        """Begin the step, if torch's clipping is about to change this step's gradients and they are final."""
-        if self._checks.has_reduced(parameters):
-            scaler, is_final = scaler_of(self._checks.optimizer)
-            if is_final:
-                self.begin_step(scaler)
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._checks.before_forward(module)
-
-    @torch.no_grad()
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Measure and rewrite; returns whether to leave the step out, as a bool on the device."""
-        self._checks.before_step(optimizer, self.steps)
-        if self._checks.is_left_to_ranks():
-            self._runner.local_hooks.take()
-            self._runner.forward_hooks.take(self._runner.device, is_logged=False)
-            self._begin_next_step()
-            return None
-        if self._records.has_pending:
-            self.flush()
-        else:
-            self._publish(self._records.read(wait=False))
-        is_logged, is_measured = self._is_logged(), self._is_measured()
-        self._settings = self._largest_settings() if is_measured else {}
-        is_frequent = self._config.every == 1 or self._config.recent > 0
-        result = self._runner.run(self.steps, is_measured, reuse_copies=is_frequent)
-        if result.excluded:
-            exclude_from_step(optimizer, [shard.parameter for shard in result.excluded])
-        decision = result.skip()
-        self._was_logged = is_logged
-        self._records.watch(self.steps, result.merged, decision, is_measured)
-        if is_measured and not self._runner.plan.after.uses and (self._config.stats or result.log):
-            self._record(self.steps, result, is_logged)
-        self._begin_next_step()
-        return decision
-
-    @torch.no_grad()
-    def _after_step(self) -> None:
-        result = self._runner.after_update()
-        if result is not None:
-            self._record(self.steps - 1, result, self._was_logged)
-        self._runner.forward_hooks.end_step()
-
-    def _record(self, step: int, result: StepResult, is_logged: bool) -> None:
-        """Start the record of a step that is logged, or keep its numbers. See [Note: recent steps] in records.py."""
-        if is_logged:
-            self._records.start(step, result.merged, result.log, self._settings)
-        else:
-            self._records.keep(RecentStep(step, result.merged, result.log, self._settings))
-
-    def _largest_settings(self) -> dict[str, float]:
-        """The optimizer's settings that a statistic asks for, the largest of its parameter groups."""
-        found: dict[str, float] = {}
-        for name in sorted({name for stat in self._config.stats for name in stat.settings}):
-            given = [group[name] for group in self._checks.optimizer.param_groups if name in group]
-            # A tensor on a device would make the host wait, and an optimizer that finds its own rate may have None.
-            known = [float(each) for each in given if isinstance(each, (int, float)) or _is_on_host(each)]
-            if known:
-                found[name] = max(known)
-        return found
-
-    def _begin_next_step(self) -> None:
-        self.steps += 1
-        self._begin_hooks()
-
-    def _begin_hooks(self) -> None:
-        is_measured = self._is_measured()
-        self._runner.local_hooks.begin(self.steps, is_measured)
-        self._runner.forward_hooks.begin(self.steps, is_measured)
-
-    def _is_measured(self) -> bool:
-        """Whether all statistics are measured in the step that is made next."""
-        return self._config.recent > 0 or self._is_logged()
-
-    def _is_logged(self) -> bool:
-        """Whether the step that is made next is to be logged."""
-        return self.steps % self._config.every == 0 or any(when(self.steps) for when in self._log_when)
-
-    # At logging.
-
-    def log_also(self, when: Callable[[int], bool]) -> None:
-        """Log also the steps for which ``when(step)`` is true, beside each ``every``-th step.
-
-        This is for trainers that choose the steps that they log. Call it before the backward of the next step.
-
-        Args:
-            when: called once for each step, before its backward; it must return the same on every rank.
-        """
-        self._log_when.append(when)
-        self._begin_hooks()
-
-    def log_to(self, sink: Sink) -> None:
-        """Give the records to ``sink`` too, on the first rank; the attachment does not call its ``close()``."""
-        if self.is_first_rank:
-            self._writer.add(sink)
-
-    def on_nonfinite(self, tell: Callable[[dict[str, Any]], object]) -> None:
-        """Call ``tell``, on every rank, when gradients have become infinite or NaN: once for several steps in a row.
-
-        Args:
-            tell: called with the record of the first of these steps, at the latest in the next :meth:`flush`.
-        """
-        self._tell.append(tell)
-
-    def leave_to(self, heir: Callable[[UnwrittenRecords], object]) -> None:
-        """Call ``heir`` with the records that are not written yet, if this object is collected without ``remove()``.
-
-        Args:
-            heir: called from a destructor, so it must not wait, and it must not hold this object.
-        """
-        self._heir = heir
-
-    def flush(self, **known: float) -> None:
-        """Read the step that was logged last, give its record to the sinks, and wait for the device if necessary.
-
-        Args:
-            known: numbers of that step that the caller knows, such as ``loss=0.3``; they go into its record too.
-        """
-        self._publish(self._records.read(wait=True), known)
-
-    def _publish(self, reading: Reading, known: Mapping[str, float] | None = None) -> None:
-        """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
-        self._note_nonfinite(reading)
-        for fields, is_logged, _ in reading.records:
-            if is_logged:
-                self._writer.add_also(fields)
-                fields.update({name: value for name, value in (known or {}).items() if name not in fields})
-                self.latest = fields
-            self._writer.write(fields)
-            if is_logged:
-                if fields.get("grad_norm") == 0:
-                    self._runner.warn_of_no_gradient(fields["step"], "a gradient of 0")
-                is_bad, is_first = self._records.judge_norm(fields)
-                self.nonfinite_steps += is_bad
-                if is_first:
-                    self._tell_of(fields)
-
-    def _note_nonfinite(self, reading: Reading) -> None:
-        self.nonfinite_steps += reading.nonfinite_steps
-        for fields, _, is_first_nonfinite in reading.records:
-            if is_first_nonfinite:
-                self.last_nonfinite = fields
-                self._tell_of(fields)
-
-    def _tell_of(self, record: dict[str, Any]) -> None:
-        for tell in self._tell:
-            try:
-                tell(record)
-            except Exception as error:  # raising here, on one rank, would leave the others waiting
-                warnings.warn(f"{tell!r} failed: {error!r}", RuntimeWarning, stacklevel=3)
-
-    def __del__(self) -> None:
-        heir = getattr(self, "_heir", None)
-        if heir is None:
-            return
-        unwritten: list[dict[str, Any]] = []
-        with contextlib.suppress(Exception):  # while torch traces a function, its tensors have no numbers
-            reading = self._records.read(wait=True)
-            self._note_nonfinite(reading)
-            unwritten = [record.fields for record in reading.records]
-        heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, self._writer))
-
-    # The handle's description and state.
-
-    def __repr__(self) -> str:
-        rules, stats = (", ".join(map(str, part)) or "none" for part in (self._config.rules, self._config.stats))
-        where = f"{self._checks.engine.label}, {len(self._runner.plan.shards)} parameters"
-        return f"<Gradients on {where}, {self.steps} steps, rules: {rules}; stats: {stats}>"
-
-    @property
-    def optimizer(self) -> Any:
-        """The torch optimizer whose steps count, inside whatever wraps it."""
-        return self._checks.optimizer
-
-    @property
-    def sinks(self) -> Sequence[Sink]:
-        """The sinks that get the records; only the first rank has any."""
-        return tuple(self._writer.sinks)
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank is the one that writes to the sinks."""
-        return self._checks.engine.position == 0
-
-    def report(self) -> GradientsReport:
-        """The engine, and the cost of a step."""
-        plan, engine = self._runner.plan, self._checks.engine
-        always = [part.always for part in plan.rounds]
-        logged = [*(part.logged for part in plan.rounds), plan.after]
-        has_others = len(engine.ranks) > 1
-        return GradientsReport(
-            engine=engine.label,
-            ranks=engine.ranks,
-            parameters=len(plan.shards),
-            rounds=sum(bool(layout.uses) for layout in logged),
-            collectives=(
-                has_others * sum(layout.collectives() for layout in always),
-                has_others * sum(layout.collectives() for layout in logged),
-            ),
-            bytes=(
-                has_others * sum(layout.bytes() for layout in always),
-                has_others * sum(layout.bytes() for layout in logged),
-            ),
-            steps=self.steps,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of adaptive rules, the averages of statistics and the number of steps; the same on every rank.
-
-        Returns:
-            A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's state.
-        """
-        if any(state for _, state in self._records.stats):
-            self.flush()  # the step that was logged last belongs to the averages
-        copied = {
-            part: [[kind, {name: value.cpu().clone() for name, value in state.items()}] for kind, state in states]
-            for part, states in self._states().items()
-        }
-        return {"steps": self.steps, **copied}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`; call it on every rank, between the same two steps.
-
-        The next step raises AttachError if the ranks count different numbers of steps.
-
-        Raises:
-            UsageError: when the rules or statistics are of other kinds, or for other numbers of parameters; nothing is
-                changed then.
-        """
-        mine = self.state_dict()
-        for part in ("rules", "stats"):
-            # All is checked before anything changes.
-            _check_states(part, mine[part], state.get(part, []))
-        self._checks.counts.loaded()
-        self.steps = int(state["steps"])
-        self._records.forget_recent()  # of steps that are made again now
-        self._begin_hooks()
-        for part, states in self._states().items():
-            for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
-                for name, value in found.items():
-                    target[name].copy_(value)
-
-    def _states(self) -> dict[str, list[tuple[str, State]]]:
-        """The states of rules and of statistics, each with the name of its kind."""
-        kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._runner.plan.rules]
-        stats = [(type(stat).__name__, state) for stat, state in self._records.stats if state]
-        return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
-
-
-def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
-    kinds, given = [kind for kind, _ in mine], [kind for kind, _ in theirs]
-    if kinds != given:
-        raise UsageError(f"the state is of the {part} {given}, and these are attached: {kinds}")
-    for (kind, own), (_, found) in zip(mine, theirs, strict=True):
-        shapes, others = ({name: tuple(value.shape) for name, value in state.items()} for state in (own, found))
-        if shapes != others:
-            raise UsageError(f"the state of {kind} has the shapes {others}, and {shapes} are needed")
-
-
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1
-
-
-def _kind(rule: Rule) -> str:
-    return f"only:{_kind(rule.rule)}" if isinstance(rule, Only) else type(rule).__name__

@@ -7,6 +7,8 @@ grads that imports torch.distributed.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import itertools
 import time
 import warnings
@@ -226,6 +228,36 @@ def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     any_flag, most, least = found.tolist()
     return bool(any_flag), most == -least
+
+
+def gather_distinct(group: Any, device: torch.device, item: Any) -> list[Any]:
+    """The distinct values that the ranks give, in the order of the first rank of each; all ranks must call it.
+
+    Each rank gives a checksum, and of equal values the first rank alone sends its text. So the time depends on how many
+    values differ, and not on how many ranks there are.
+
+    Args:
+        group: the process group, or None for one rank alone.
+        device: a device on which the group can reduce tensors.
+        item: plain values of Python, which ``ast.literal_eval`` reads.
+
+    >>> gather_distinct(None, torch.device("cpu"), ("a", [1, (2, True)]))
+    [('a', [1, (2, True)])]
+    """
+    if group is None or dist.get_backend(group) == "fake":  # simulated ranks would send nothing
+        return [item]
+    text = repr(item).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    told = gather(group, torch.tensor([digest, len(text)], device=device))
+    found = []
+    for place in sorted({tuple(numbers): place for place, numbers in reversed(list(enumerate(told)))}.values()):
+        if place == dist.get_rank(group):
+            sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        else:
+            sent = torch.empty(told[place][1], dtype=torch.uint8, device=device)
+        dist.broadcast(sent, dist.get_global_rank(group, place), group=group)
+        found.append(ast.literal_eval(bytes(sent.tolist()).decode()))
+    return found
 
 
 def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,10 +24,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ from disthooks._hashing import GOLDEN, Checksums, signed64
 from disthooks._match import Pattern, canonical_name, match_modules
 from disthooks._tensors import floats_of, local_part
 from disthooks._torch import in_backward, in_transform
-from disthooks.engines.base import Removable
-from disthooks.errors import UsageError
+from disthooks.engines.base import Engine, Removable
+from disthooks.errors import MatchError, UsageError
 from disthooks.grads.stats.base import PHASES, ForwardFacts, ForwardNeeds, largest_of, moved, onto, real, row_norms
 from disthooks.grads.stats.scan import scan
 
@@ -54,30 +55,35 @@ class ForwardHooks:
     """The hooks on the modules of a model. See [Note: outputs are read in forward].
 
     Args:
-        model: the user's own model.
-        called: the model that the loop calls: the engine's wrapper around it, or the model itself.
-        needs: what each statistic needs.
-        with_parameters: the names of the modules that have parameters.
+        engine: the engine of the models.
+        called: the models that the loop calls: the engine's wrappers, or the models themselves.
+        needs: what each statistic and rule needs.
+
+    Raises:
+        MatchError: when a pattern matches no module.
 
     Attributes:
-        names: the names of the modules whose outputs are read, in the order of the model.
+        names: the names of the modules whose outputs are read, in the order of the model; on each rank those of all.
         called: the places of these modules in :attr:`names`, in the order in which they were called first.
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
     """
 
-    def __init__(
-        self, model: nn.Module, called: nn.Module, needs: Sequence[ForwardNeeds], with_parameters: Container[str] = ()
-    ) -> None:
-        self._model, self._called = model, called
+    def __init__(self, engine: Engine, called: Sequence[nn.Module], needs: Sequence[ForwardNeeds]) -> None:
+        self._models, self._called = engine.models, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
         self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
+        self._needs_loss_always = any(need.loss == "always" for need in needs)
         self._has_facts = any(need.facts for need in needs)
         self._print_every = max((need.prints for need in needs), default=0)
         self._is_in_forward = self._has_forward = False
-        chosen = _chosen(model, [need.modules for need in needs if need.modules is not None])
-        self.names = [name for name, _ in chosen]
-        self._modules = [module for _, module in chosen]
+        chosen = _chosen(engine, [need.modules for need in needs if need.modules is not None])
+        self.names = engine.union(list(chosen))
+        if not self.names and any(needs.modules for needs in needs):
+            raise MatchError(f"no module of any rank matches {[needs.modules for needs in needs if needs.modules]}")
+        place = {name: index for index, name in enumerate(self.names)}
+        self._modules = [(place[name], module) for name, module in chosen.items()]
         # See [Note: whose zeros are counted].
+        with_parameters = {shard.name.rpartition(".")[0] for shard in engine.shards}
         self._counts_zeros = [name not in with_parameters for name in self.names]
         self._is_logged = True
         self._is_printed = self._print_every > 0
@@ -92,19 +98,18 @@ class ForwardHooks:
     def attach(self) -> list[Removable]:
         """Put the hooks on the modules."""
         handles: list[Removable] = [
-            module.register_forward_hook(UncopiedHook(_Reader(self, index)))
-            for index, module in enumerate(self._modules)
+            module.register_forward_hook(UncopiedHook(_Reader(self, index))) for index, module in self._modules
         ]
         if self._print_every:
-            for index, module in enumerate(self._modules):
+            for index, module in self._modules:
                 before = UncopiedHook(_InputReader(self, index))
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if self._has_loss or self.has_times:
             # Before the hooks of fully_shard, which wait for other ranks.
             begin, end = (UncopiedHook(weak_method(method)) for method in (self._begin_forward, self._end_forward))
-            for module in {self._called, self._model}:
+            for module in {*self._called, *self._models}:
                 handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            handles.append(self._model.register_forward_hook(end))
+            handles += [model.register_forward_hook(end) for model in self._models]
         return handles
 
     def begin(self, step: int, is_logged: bool) -> None:
@@ -139,8 +144,10 @@ class ForwardHooks:
         losses, self._losses = self._losses, []
         prints, self._prints = self._prints, {}
         seconds = self._clock.take()
-        if not is_logged or not self._is_needed:
+        if not (is_logged and self._is_needed) and not self._needs_loss_always:
             return None
+        if not is_logged:
+            return ForwardFacts(loss=_sum_and_count(losses, device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sides = itertools.product(range(len(self.names)), (0, 1))
         printed = [onto(prints[side], device) if side in prints else zero for side in sides]
@@ -275,16 +282,22 @@ class _InputReader(_Reader):
             hooks.read_inputs(self.index, (args, kwargs))
 
 
-def _chosen(model: nn.Module, wanted: Sequence[Sequence[Pattern]]) -> list[tuple[str, nn.Module]]:
+def _chosen(engine: Engine, wanted: Sequence[Sequence[Pattern]]) -> dict[str, nn.Module]:
     """The modules that any of the lists of patterns matches; an empty list is for those without modules inside."""
-    found: set[int] = set()
-    for patterns in wanted:
-        if patterns:
-            found |= {id(module) for _, module in match_modules(model, patterns)}
-        else:
-            leaves = (each for each in model.modules() if not next(each.children(), None))
-            found |= {id(module) for module in leaves if not isinstance(module, _SAME)}
-    return [(canonical_name(name), module) for name, module in model.named_modules() if id(module) in found]
+    chosen: dict[str, nn.Module] = {}
+    for model, prefix in zip(engine.models, engine.prefixes(), strict=True):
+        found: set[int] = set()
+        for patterns in wanted:
+            if patterns:
+                # In other models or on other ranks there may be modules that match.
+                with contextlib.suppress(*[MatchError] * engine.has_other_parts):
+                    found |= {id(module) for _, module in match_modules(model, patterns)}
+            else:
+                leaves = (each for each in model.modules() if not next(each.children(), None))
+                found |= {id(module) for module in leaves if not isinstance(module, _SAME)}
+        of_model = ((name, module) for name, module in model.named_modules() if id(module) in found)
+        chosen |= {prefix + canonical_name(name): module for name, module in of_model}
+    return chosen
 
 
 def _sum_and_count(losses: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -30,6 +30,7 @@ from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.base import Engine, Shard
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.rules.base import Rule
+from disthooks.grads.stats.across_ranks import UnreducedSquares
 from disthooks.grads.stats.base import Local, Measure, Stat
 from disthooks.grads.stats.scan import compute
 
@@ -112,6 +113,8 @@ class VectorLayout:
         See [Note: pieces of a vector].
         """
         has = self.uses[measure]
+        if measure.per in ("module", "step"):
+            return values[measure]
         if has == tuple(wants):
             return values[measure]
         parts = dict(zip(has, torch.split(values[measure], self.sizes[measure]), strict=True))
@@ -186,6 +189,7 @@ class StepPlan:
         needs_before: whether one of them needs the parameters from before it, too.
         rules: all rules in the order in which they are applied.
         rewritten: the parameters whose gradients a rule may change.
+        unreduced: the parameters that every rank has and nobody reduces; their gradients are compared in each step.
     """
 
     def __init__(
@@ -202,10 +206,12 @@ class StepPlan:
         logged = [(measure, everything) for stat in stats for measure in stat.measures()]
         always = [(measure, everything) for stat in stats for measure in stat.always()]
         before_update = [use for use in logged if not use[0].after]
+        self.unreduced = [shard for shard in shards if shard.sharding == "unreduced"]
+        apart = [(UnreducedSquares(), everything)] if self.unreduced else []
         rounds: list[Round] = []
         for bound in split_into_rounds(rules, shards):
             needed = [(measure, each.indices) for each in bound for measure in each.rule.measures()]
-            needed += [] if rounds else always
+            needed += [] if rounds else [*always, *apart]
             # Statistics describe the gradients before any rule, so the first round measures them.
             wanted = needed if rounds else [*needed, *before_update]
             rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))

@@ -16,8 +16,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import refuse_reduced, refuse_replicate
+from disthooks.engines.joint_steps import optimizers_of
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
@@ -36,8 +38,10 @@ from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks
 from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.records import DeferredError, DeferredErrors
-from disthooks.grads.rules.base import State, Work
-from disthooks.grads.stats.base import Local, LocalStats, scalar
+from disthooks.grads.rules.base import State, Work, named
+from disthooks.grads.stats.across_ranks import UnreducedSquares
+from disthooks.grads.stats.base import Local, LocalStats, Measure, scalar
+from disthooks.grads.stats.norms import Power
 
 Grads = list[torch.Tensor | None]
 
@@ -95,7 +99,8 @@ class StepChecks:
             UsageError: when the gradients are still multiplied by a scale.
         """
         refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
-        refuse_scaled(optimizer)
+        for each in optimizers_of(optimizer):
+            refuse_scaled(each)
         now = self.engine.optimizer_parameters(self.optimizer)
         if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
             raise AttachError(
@@ -160,6 +165,7 @@ class StepRunner:
         group: the process group of the collectives; None for one rank alone.
         device: where numbers are merged.
         states: the state of each rule, in the order of the rules.
+        norm: the norm of all gradients in the last step, before any rule; None if nothing measured it.
     """
 
     def __init__(
@@ -184,6 +190,7 @@ class StepRunner:
         self._copies: Grads = []
         self._before_update: tuple[StepResult, Grads] | None = None
         self._has_warned, self._step = False, 0
+        self.norm: torch.Tensor | None = None
 
     def run(self, step: int, is_logged: bool, reuse_copies: bool) -> StepResult:
         """Measure the gradients, and rewrite them in place.
@@ -248,6 +255,11 @@ class StepRunner:
             )
             merged = collectives.reduce(self.group, layout.pack(inputs))
             values = layout.unpack(merged)
+            if not result.merged:
+                power = Power(2.0)
+                is_whole = len(layout.uses.get(power, ())) == len(shards)
+                self.norm = power.norm(values[power], dim=0) if is_whole else None
+                self._check_copies(values, result)
             result.merged.append(merged)
             for bound in part.rules:
                 work = Work(
@@ -267,6 +279,15 @@ class StepRunner:
                     gone = {id(shard) for shard in work.excluded}
                     grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
         return result
+
+    def _check_copies(self, values: Mapping[Measure, torch.Tensor], result: StepResult) -> None:
+        """Make the next step raise if ranks have different gradients of a parameter that nobody reduces."""
+        if UnreducedSquares() in values:
+            sums = values[UnreducedSquares()].view(-1, 2)
+            mean = sums[:, 0] / len(self._engine.ranks)
+            spread = sums[:, 1] / len(self._engine.ranks) - mean.square()
+            differs = (spread > 1e-10 * mean.square()).any().double()  # of copies it is rounding, 1e-15
+            result.deferred_errors.append((differs, functools.partial(_raise_if_apart, self.plan.unreduced)))
 
     def _inputs(self, grads: Grads) -> Local:
         """The values that measures may read here: elements that this rank owns, so each element counts on one rank."""
@@ -313,6 +334,15 @@ class StepRunner:
                 )
             found = scaler._scale
         return None if found is None else scalar(found, self.device)
+
+
+def _raise_if_apart(shards: Sequence[Shard], differs: float) -> None:
+    if differs:
+        raise UsageError(
+            f"ranks have different gradients of {named(shards)}, which the engine ignores and nobody reduces: norms "
+            "and decisions would be those of the first rank. If these are experts, name them: gradients(..., "
+            "experts='*.experts.*'); otherwise all-reduce their gradients, or let the engine do it"
+        )
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[object, ...]:

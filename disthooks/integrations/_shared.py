@@ -23,7 +23,7 @@ from disthooks.config.agree import check_not_alone
 from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import attach
 from disthooks.errors import UsageError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 
 
 def framework(module: str, wanted_by: str, install: str) -> Any:

@@ -28,7 +28,7 @@ from torch import nn
 from disthooks._handles import Attachment
 from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks import AccelerateTracker, Jsonl
 from disthooks.integrations._shared import attach_found, file_in, framework, load_into
 
@@ -257,12 +257,13 @@ class _Around:
     def concerns(self, gradients: Gradients, optimizer: Any) -> bool:
         """Whether the gradients of this attachment are about to be clipped."""
         if self.clipping is not None:
-            return any(id(p) in self.clipping for group in gradients.optimizer.param_groups for p in group["params"])
+            groups = (group for one in gradients.optimizers for group in one.param_groups)
+            return any(id(p) in self.clipping for group in groups for p in group["params"])
         if optimizer is None:  # all optimizers
             return True
         for wrapper in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
             inner = wrapper
-            while inner is not None and inner is not gradients.optimizer:
+            while inner is not None and not any(inner is one for one in gradients.optimizers):
                 inner = getattr(inner, "optimizer", None)
             if inner is not None:
                 return True

@@ -25,7 +25,7 @@ from disthooks._match import is_match
 from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, meaning, portable, scalars
 from disthooks.saved.report import SavedReport
 

@@ -18,7 +18,7 @@ import torch
 
 from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, portable, scalars
 from disthooks.integrations._shared import attach_found, file_in, framework, load_into
 from disthooks.integrations.accelerate import connect

@@ -30,7 +30,7 @@ from disthooks.config import Plan
 from disthooks.config.plan import at_line, tell_attached
 from disthooks.engines.base import Engine
 from disthooks.errors import MatchError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.records import UnwrittenRecords
 from disthooks.watch.watchers import Watchers
 

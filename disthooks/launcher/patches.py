@@ -41,7 +41,7 @@ from disthooks.config import Plan
 from disthooks.engines.base import inner_optimizer
 from disthooks.engines.optimizer_step import StepHooks, wrap_closure
 from disthooks.errors import AttachError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 
 Undo = Callable[[], None]
 

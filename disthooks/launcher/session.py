@@ -33,7 +33,7 @@ from disthooks.config import Plan
 from disthooks.config.agree import reason_alone
 from disthooks.config.locate import ConfigLocation, engine_config, locate_config, read_plan
 from disthooks.errors import AttachError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from disthooks.launcher.attachment import Attachments, SaveEntries, summary_lines
 from disthooks.launcher.optimizers import ScriptOptimizers, calls_closure_again, engine_to_attach, started_alone
 from disthooks.launcher.patches import FrameworkPatches, TorchPatches, only_fills_state

@@ -15,7 +15,7 @@ from disthooks._ranks import launched_rank
 from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
 from disthooks.watch.blame import Blame, Blamed, blame
 from disthooks.watch.replicas import ReplicaReport, check_replicas

@@ -28,7 +28,7 @@ from disthooks import stats
 from disthooks.engines import skip
 from disthooks.engines.base import Engine
 from disthooks.grads import records
-from disthooks.grads.attach import Gradients
+from disthooks.grads.attachment import Gradients
 from tests.support.sim import simulated
 from tests.support.sim.carried import no_waits
 

@@ -211,7 +211,8 @@ def _refusals(rank: int) -> dict[str, str]:
     ignoring = Net()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["scale"])
     with saying("ignored by DDP"):
-        dh.on_gradient(nn.parallel.DistributedDataParallel(ignoring), "*", print)
+        optimizer = torch.optim.SGD(ignoring.parameters(), lr=0.1)
+        dh.gradients(nn.parallel.DistributedDataParallel(ignoring), optimizer, rules=[dh.ClipNorm(1.0)])
 
     class Encoder(nn.Linear):
         def encode(self, x: torch.Tensor) -> torch.Tensor:

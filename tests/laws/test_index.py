@@ -46,6 +46,7 @@ TRUTHS: dict[str, tuple[str, str, object]] = {
     "Fsdp1": ("tests.engines.test_truth.test_two_ranks", "engine", "fsdp1"),
     "Fsdp2": ("tests.engines.test_truth.test_two_ranks", "engine", "fsdp2"),
     "DeepSpeed": ("tests.engines.test_deepspeed.test_every_stage_equals_one_process", "stage", 3),
+    "Joined": ("tests.engines.test_one_step.test_two_stages_with_two_copies", "engine", "ddp"),
 }
 
 

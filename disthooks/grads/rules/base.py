@@ -33,7 +33,7 @@ from disthooks._match import Pattern, as_patterns, match
 from disthooks._registry import register
 from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.stats.base import Measure
+from disthooks.grads.stats.base import ForwardNeeds, Measure
 
 # [Note: what a rule may do]
 # - A rank may hold any part of a gradient. So a rewrite is elementwise, or depends on nothing but merged values, the
@@ -121,6 +121,10 @@ class Rule:
     def measures(self) -> tuple[Measure, ...]:
         """The measures whose numbers it needs, merged over all ranks, before it can rewrite gradients."""
         return ()
+
+    def forward_needs(self) -> ForwardNeeds:
+        """What it needs of forwards."""
+        return ForwardNeeds()
 
     def scope(self, shards: Sequence[Shard]) -> list[int]:
         """The parameters that it is for, as indices into ``shards``."""
@@ -257,6 +261,9 @@ class Only(Rule):
 
     def measures(self) -> tuple[Measure, ...]:
         return self.rule.measures()
+
+    def forward_needs(self) -> ForwardNeeds:
+        return self.rule.forward_needs()
 
     def scope(self, shards: Sequence[Shard]) -> list[int]:
         inner = self.rule.scope(shards)

@@ -42,7 +42,7 @@ from disthooks.grads.stats.base import (
     onto,
     take,
 )
-from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.norms import Power, squares
 from disthooks.grads.stats.scan import compute_facts
 
 
@@ -65,6 +65,25 @@ class NonFiniteUnreduced(Measure):
                 grad = local.unreduced[place] if local.unreduced else None
                 counts.append(zero if grad is None else onto((~torch.isfinite(grad)).sum(), zero.device, zero.dtype))
         return torch.stack(counts) if counts else zero.new_zeros(0)
+
+
+@dataclass(frozen=True)
+class UnreducedSquares(Measure):
+    """For each parameter that no engine reduces: the sums over the ranks of its gradient's squared norm s, and of s**2.
+
+    Copies on n ranks have ``n * sum(s**2) == sum(s)**2``, but for rounding.
+    """
+
+    merge: ClassVar[Merge] = "sum"
+
+    def width(self, shard: Shard | None) -> int:
+        return 2 * (shard is not None and shard.sharding == "unreduced")
+
+    def local(self, local: Local) -> torch.Tensor:
+        places = [place for place, shard in enumerate(local.shards) if shard.sharding == "unreduced"]
+        own = [local.grads[place] if local.shards[place].is_owner else local.unreduced[place] for place in places]
+        found = squares(own, local.device)
+        return torch.stack([found, found.square()], dim=1).flatten()
 
 
 @dataclass(frozen=True)

@@ -59,21 +59,26 @@ class LocalStats(NamedTuple):
 PHASES = ("input", "forward", "backward")
 
 
+_NOTHING = torch.empty(0)
+
+
 class ForwardFacts(NamedTuple):
     """What the forwards since the last step have left on this rank.
 
+    In a step that is not logged there is only the loss.
+
     Attributes:
+        loss: the sum of the losses of the micro-batches, and how many there were: float64, of shape (2,).
         outputs: for each module how many elements its outputs had, the sum of their squares, how many are zero, how
             many are not finite, and the largest magnitude: float64, of shape (modules, 5).
-        loss: the sum of the losses of the micro-batches, and how many there were: float64, of shape (2,).
         seconds: how long each of :data:`PHASES` took: float64, of shape (3,).
         prints: the fingerprints of the inputs and of the outputs of each module: int64, of shape (modules, 2).
     """
 
-    outputs: torch.Tensor
     loss: torch.Tensor
-    seconds: torch.Tensor
-    prints: torch.Tensor
+    outputs: torch.Tensor = _NOTHING
+    seconds: torch.Tensor = _NOTHING
+    prints: torch.Tensor = _NOTHING
 
 
 class ForwardNeeds(NamedTuple):
@@ -82,14 +87,14 @@ class ForwardNeeds(NamedTuple):
     Attributes:
         modules: the patterns of the modules whose outputs are read; () for those that have no modules inside, and None
             if no output is read.
-        loss: whether the loss is needed.
+        loss: whether the loss is needed: in steps that are logged, or "always".
         times: whether the times are needed.
         facts: whether facts of outputs are needed.
         prints: every how many steps fingerprints of inputs and outputs are needed; 0 for never.
     """
 
     modules: tuple[Pattern, ...] | None = None
-    loss: bool = False
+    loss: bool | Literal["always"] = False
     times: bool = False
     facts: bool = False
     prints: int = 0

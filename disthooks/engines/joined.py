@@ -1,0 +1,334 @@
+"""Several models, or the parts of one model on several ranks, as if one engine had all of their parameters.
+
+:class:`Joined` stands for the models of a list, for the stages of a pipeline, and for experts of which each rank has
+its own.
+"""
+
+# [Note: parameters of other ranks]
+# Two stages of a pipeline have different parameters, and the numbers that are merged over the ranks have one place for
+# each parameter. So at attach the ranks tell each other which parameters they have, and every rank makes the same list
+# of all of them, in the order of the ranks. A rank has an empty tensor for a parameter that is on other ranks only: it
+# never has a gradient and owns nothing, so rules and statistics need no code for it.
+# A part is the ranks that train one model together, and the place of the model among those of the rank. Two ranks have
+# the same parameter if name and part are the same. Stages that are each an `nn.Sequential` have the same names in
+# different parts: then all names begin with "model0.", "model1." and so on.
+
+# [Note: experts]
+# A rank may have experts of its own, which FSDP ignores and nobody reduces. All of them have one name. They are treated
+# as one parameter that is cut along its first dimension over the ranks of a group, so each rank's gradient counts, and
+# the norm, the decision and the factor are those of all experts. If there are several such groups, ranks at the same
+# place in them have copies, and the ranks of the first group own them.
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from disthooks._match import Pattern, as_patterns, match
+from disthooks._ranks import global_rank, world_ranks
+from disthooks._torch import scaler_under_way
+from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard
+from disthooks.engines.joint_steps import parameters_of
+from disthooks.errors import AttachError, MatchError, UsageError
+
+#: For each pattern of parameters the ranks of the group, each of which has experts of its own.
+Experts = Mapping[Pattern, tuple[int, ...]]
+
+
+class Described(NamedTuple):
+    """A parameter as a rank tells the others of it: plain values only.
+
+    Attributes:
+        part: the ranks that train its model together, and the place of the model among those of the rank.
+        name: its name in its own model.
+        shape: the shape of the whole parameter; of an expert, the shape of one rank's.
+        dtype: the name of its dtype.
+        requires_grad: whether it needs gradients.
+        group: the ranks of the group in which each rank has an expert of its own; () if it is no expert.
+    """
+
+    part: tuple[tuple[int, ...], int]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    group: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.part, self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParameter:
+    """A parameter of this rank: its engine, its index there, and its description."""
+
+    engine: Engine
+    index: int
+    described: Described
+
+
+class Joined(Engine):
+    """The engines of several models, and the parameters of all ranks; see [Note: parameters of other ranks].
+
+    Args:
+        engines: the engine of each model of this rank.
+        ranks: the global ranks that take part, in order.
+        parameters: the parameters of the optimizers of this rank.
+        experts: which parameters each rank has of its own.
+        gather: gives plain values to all ranks of ``ranks``, and returns the distinct ones in the order of the ranks.
+        scaler: the ``GradScaler``, if the user gave one.
+
+    Raises:
+        AttachError: on every rank, when one of them has an engine or an optimizer that cannot take part.
+
+    Attributes:
+        engines: the engine of each model.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        ranks: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        experts: Experts,
+        gather: Any,
+        scaler: Any = None,
+    ) -> None:
+        self.engines, self.ranks = tuple(engines), tuple(ranks)
+        self.position = self.ranks.index(global_rank())
+        self.model = nn.ModuleList([engine.model for engine in engines])
+        self.label = " and ".join(dict.fromkeys(engine.label for engine in engines))  # type: ignore[misc]
+        self.trains_alone = all(engine.trains_alone for engine in engines)  # type: ignore[misc]
+        self.may_step_unreduced = False  # type: ignore[misc]
+        self.has_named_state = all(engine.has_named_state for engine in engines)
+        self.can_exclude_parameters = all(engine.can_exclude_parameters for engine in engines)
+        failure = ""
+        local: list[OwnParameter] = []
+        try:
+            self._check(parameters)
+            local = list(self._local(parameters, experts))
+        except AttachError as error:  # raised on all ranks, so that none waits for this one
+            failure = str(error)
+        self._gather = gather
+        told = gather((failure, [tuple(each.described) for each in local]))
+        if failed := next((text for text, _ in told if text), ""):
+            raise AttachError(failed)
+        everyone = [[Described(*fields) for fields in described] for _, described in told]
+        self._has_experts = any(each.group for described in everyone for each in described)
+        if experts and not self._has_experts:
+            raise MatchError(f"experts: no parameter of any rank matches {' or '.join(map(repr, experts))}")
+        self._has_stages = len({each.part[0] for described in everyone for each in described}) > 1
+        self.has_other_parts = self._has_stages or len(engines) > 1
+        self._refuse_scaler(scaler)
+        self.shards = tuple(self._union(local, everyone))
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return [model for engine in self.engines for model in engine.models]
+
+    def prefixes(self) -> Sequence[str]:
+        return self._prefixes
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys(name for told in self._gather(list(names)) for name in told))
+
+    # -- making the list of parameters
+
+    def _check(self, parameters: Sequence[nn.Parameter]) -> None:
+        for engine in self.engines:
+            if engine.label.startswith("DeepSpeed"):
+                raise AttachError(
+                    "a DeepSpeed engine steps an optimizer of its own, so it cannot share a step with other models or "
+                    "ranks: attach to it alone, gradients(engine, ...)"
+                )
+            if not set(engine.ranks) <= set(self.ranks):
+                raise AttachError(
+                    f"the model is on the ranks {list(engine.ranks)} ({engine.label}), and process_group= has the "
+                    f"ranks {list(self.ranks)}: give a group that has all ranks of each model"
+                )
+        ids = {id(shard.parameter) for engine in self.engines for shard in engine.shards}
+        strangers = [parameter for parameter in parameters if id(parameter) not in ids]
+        if strangers:
+            raise AttachError(
+                f"{len(strangers)} parameters of the optimizers on rank {global_rank()} (shapes "
+                f"{', '.join(str(tuple(each.shape)) for each in strangers[:3])}) are in none of the models "
+                f"({self.label}): make the optimizers from their parameters, after the engines took the models"
+            )
+
+    def _local(self, parameters: Sequence[nn.Parameter], experts: Experts) -> Iterator[OwnParameter]:
+        ids = {id(parameter) for parameter in parameters}
+        engine_of: dict[int, Engine] = {}  # a parameter that two models share counts in the first
+        for place, engine in enumerate(self.engines):
+            groups = _groups_of(engine, experts)
+            for index, shard in enumerate(engine.shards):
+                if id(shard.parameter) in ids and engine_of.setdefault(id(shard.parameter), engine) is engine:
+                    dtype = str(shard.parameter.dtype).removeprefix("torch.")
+                    described = Described(
+                        (engine.ranks, place),
+                        shard.name,
+                        tuple(shard.shape),
+                        dtype,
+                        shard.parameter.requires_grad,
+                        groups.get(index, ()),
+                    )
+                    yield OwnParameter(engine, index, described)
+
+    def _union(self, local: Sequence[OwnParameter], everyone: Sequence[Sequence[Described]]) -> Iterator[Shard]:
+        """One shard for each parameter of any rank, in the same order on every rank."""
+        mine = {each.described.key: each for each in local}
+        of_key: dict[tuple[object, ...], list[Described]] = {}
+        for described in everyone:
+            for each in described:
+                of_key.setdefault(each.key, []).append(each)
+        parts = {part: n for n, part in enumerate(dict.fromkeys(each[0].part for each in of_key.values()))}
+        names = [each[0].name for each in of_key.values()]
+        prefix = {part: f"model{n}." if len(set(names)) < len(names) else "" for part, n in parts.items()}
+        self._prefixes = [prefix.get((engine.ranks, place), "") for place, engine in enumerate(self.engines)]
+        device = local[0].engine.shards[local[0].index].parameter.device if local else torch.device("cpu")
+        self._local_of: dict[int, tuple[Engine, int]] = {}
+        self._absent: list[nn.Parameter] = []
+        for key, described in of_key.items():
+            one = described[0]
+            name = prefix[one.part] + one.name
+            here = mine.get(key)
+            if here is not None:
+                self._local_of[len(self._local_of) + len(self._absent)] = here.engine, here.index
+                shard = dataclasses.replace(here.engine.shards[here.index], name=name)
+                yield self._expert(shard, described, here.described.group) if one.group else shard
+                continue
+            empty = torch.empty(0, dtype=getattr(torch, one.dtype), device=device)
+            self._absent.append(nn.Parameter(empty, requires_grad=one.requires_grad and empty.is_floating_point()))
+            yield Shard(name, self._absent[-1], False, "sharded", Part(_stacked(one), span=(0, 0)), one.part[0])
+
+    def _expert(self, shard: Shard, described: Sequence[Described], group: tuple[int, ...]) -> Shard:
+        """The shard of an expert of this rank; see [Note: experts]."""
+        groups = list(dict.fromkeys(each.group for each in described))
+        place = group.index(self.ranks[self.position])
+        if len({(each.shape, len(each.group)) for each in described}) > 1:
+            raise AttachError(
+                f"experts: {shard.name!r} has other shapes on other ranks, or the groups have other sizes "
+                f"({[(each.shape, each.group) for each in described[:3]]}): give each shape a name of its own"
+            )
+        shape = described[0].shape
+        rows = shape[0] if shape else 1
+        box = ((place * rows, rows), *((0, size) for size in shape[1:]))
+        return dataclasses.replace(
+            shard,
+            is_owner=group == groups[0],
+            sharding="sharded",
+            part=Part(_stacked(described[0]), box=box),
+            replica_ranks=tuple(sorted(each[place] for each in groups)),
+        )
+
+    # -- what all engines do together
+
+    def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
+        return [*parameters_of(optimizer), *self._absent]
+
+    def has_own_batch(self) -> bool:
+        same = all(set(engine.ranks) == set(self.ranks) and engine.has_own_batch() for engine in self.engines)
+        return same and not self._has_experts
+
+    def check(self) -> None:
+        self._refuse_scaler(scaler_under_way())
+        for engine in self.engines:
+            engine.check()
+
+    def _refuse_scaler(self, scaler: Any) -> None:
+        if self._has_stages and scaler is not None and scaler.is_enabled():
+            raise UsageError(
+                "process_group= with a GradScaler: each stage's scaler would look at the gradients of its own stage, "
+                "leave the step out alone and take another scale, while other stages step: train in bfloat16, which "
+                "needs no scaler, or in float32"
+            )
+
+    def reason_unreduced(self) -> str:
+        return next((why for engine in self.engines if (why := engine.reason_unreduced())), "")
+
+    def watch_reduction(self) -> list[Removable]:
+        return [handle for engine in self.engines for handle in engine.watch_reduction()]
+
+    def is_first_gradient(self, index: int) -> bool:
+        engine, own = self._local_of[index]
+        return engine.is_first_gradient(own)
+
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
+        handles: list[Removable] = []
+        for engine in self.engines:
+            own = {self._local_of[i][1]: i for i in wanted if i in self._local_of and self._local_of[i][0] is engine}
+            handles += engine.on_local(list(own), functools.partial(_called, hook, own), must_fire)
+        return handles
+
+
+def _called(hook: LocalHook, of: Mapping[int, int], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    return hook(of[index], grad)
+
+
+def _groups_of(engine: Engine, experts: Experts) -> dict[int, tuple[int, ...]]:
+    """For each parameter of ``engine`` that is an expert, the ranks of its group."""
+    found: dict[int, tuple[int, ...]] = {}
+    named = [(shard.name, shard.as_full_parameter()) for shard in engine.shards]
+    for pattern, ranks in experts.items():
+        try:
+            names = {name for name, _ in match(named, (pattern,), "parameter")}
+        except MatchError:  # another rank may have experts of this name
+            continue
+        for index, shard in enumerate(engine.shards):
+            if shard.name not in names:
+                continue
+            if shard.sharding == "sharded" or (shard.sharding == "replica" and len(engine.ranks) > 1):
+                raise AttachError(
+                    f"experts: {engine.label} has {shard.name!r} itself, on the ranks {list(shard.replica_ranks)}, and "
+                    "reduces its gradient: experts= is for parameters that the engine ignores (ignored_params of "
+                    "fully_shard, ignored_states of FSDP1)"
+                )
+            found[index] = ranks
+    return found
+
+
+def _stacked(described: Described) -> torch.Size:
+    """The shape of a parameter; of an expert, that of the experts of all ranks of a group, one behind the other."""
+    if not described.group:
+        return torch.Size(described.shape)
+    first, *rest = described.shape or (1,)
+    return torch.Size((first * len(described.group), *rest))
+
+
+def ranks_of_group(what: str, group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order.
+
+    Args:
+        what: the name of the argument, for errors.
+        group: a process group, a ``DeviceMesh`` of one dimension, or "world" for all ranks.
+
+    Raises:
+        UsageError: when it is something else, or this rank is not in it.
+    """
+    if isinstance(group, str) and group == "world":
+        return world_ranks()
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"{what}={group!r}: give a process group, a DeviceMesh of one dimension, or 'world'")
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def experts_of(given: Any, ranks: tuple[int, ...]) -> Experts:
+    """The argument ``experts``: patterns, or a dict of patterns and groups; without a group it is ``ranks``.
+
+    Raises:
+        UsageError: when it is something else.
+    """
+    if not isinstance(given, Mapping):
+        return {} if given is None else dict.fromkeys(as_patterns(given), ranks)
+    return {
+        pattern: ranks if group is None else ranks_of_group("experts", group)
+        for patterns, group in given.items()
+        for pattern in as_patterns(patterns)
+    }

@@ -1,0 +1,484 @@
+"""Laws 11, 12 and 16 for what steps together: several optimizers, stages of a pipeline, experts of each rank."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import disthooks as dh
+from disthooks import stats
+from disthooks.errors import AttachError, MatchError, UsageError
+from tests.support.engines import FIRST, close, whole
+from tests.support.models import identical
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.truth import make
+
+pytestmark = pytest.mark.dist
+
+WATCHED = [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.Moments(), stats.Zeros(), stats.NonFinite()]
+WATCHED += [stats.Weights(), stats.Updates(per_parameter=True)]
+#: What one process logs otherwise: a rank's name, and the mean of gradients that add up to nothing.
+UNLIKE = ("_rank", "rank", "nonfinite_at")
+
+
+def rules() -> list[Any]:
+    return [dh.SkipNonFinite(), dh.only("*bias", dh.ClipValue(0.2)), dh.ClipNorm(0.5)]
+
+
+def alike(found: dict[str, Any], truth: dict[str, Any], tolerance: float = 1e-10) -> list[str]:
+    """The names whose values differ."""
+    keys = [key for key in found.keys() | truth.keys() if not any(part in key for part in UNLIKE)]
+    keys = [key for key in keys if key != "nonfinite" or not truth[key]]  # a layer that is cut spreads NaN otherwise
+    nan = [key for key in keys if isinstance(truth.get(key), float) and math.isnan(truth[key])]
+    unlike = [key for key in nan if not math.isnan(found.get(key, 0.0))]
+    return unlike + [
+        key
+        for key in keys
+        if key not in nan
+        and not (key in found and key in truth and close(found[key], truth[key], tolerance))
+        and not abs((found.get(key) or 0.0) - (truth.get(key) or 0.0)) < 1e-12
+    ]
+
+
+# --- several optimizers
+
+
+def _optimizers(model: nn.Module, muon: bool = False) -> list[Any]:
+    named = list(model.named_parameters())
+    inside = ("mid.1.weight", "side.weight") if muon else ("mid", "scale")
+    first = [p for name, p in named if any(part in name for part in inside)]
+    second = [p for name, p in named if not any(part in name for part in inside)]
+    adamw = torch.optim.AdamW(second, lr=0.01, foreach=False)
+    if muon:  # it computes in bfloat16, so its steps are small here
+        return [torch.optim.Muon(first, lr=1e-8, weight_decay=0.0), adamw]
+    return [torch.optim.SGD(first, lr=0.05, momentum=0.9), adamw]
+
+
+def _batch(step: int, share: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + share)).double()
+
+
+def _two(rank: int, engine: str, shares: int, share: int, muon: bool = False) -> list[Any]:
+    """Four steps of two optimizers, of which the third has a NaN in the first share: records, norms and weights."""
+    model = make(engine, "step", shares, torch.float64)
+    optimizers = _optimizers(model, muon)
+    found: list[Any] = []
+    with dh.gradients(model, optimizers, rules=rules(), stats=WATCHED[: -1 if muon else None], every=1) as watch:
+        for step in range(4):
+            for each in range(shares) if engine == "plain" else [share]:
+                x = _batch(step, each)
+                if step == 2 and each == 0:
+                    x[0, 0] = math.nan
+                (model(x, True).square().mean() * 30.0 / (shares if engine == "plain" else 1)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            norm = watch.norm
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            watch.flush()
+            weights = {n.removeprefix("module."): whole(p) for n, p in model.named_parameters()}
+            found.append((dict(watch.latest), float(norm), weights))
+        found.append(watch.report().collectives)
+    return found
+
+
+@pytest.mark.first_tier(engine=FIRST)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "tp"])
+def test_two_optimizers(ranks: Ranks, engine: str) -> None:
+    _equal(ranks(_two_on, engine), _two(0, "plain", 1 if engine == "tp" else 2, 0))
+
+
+def _two_on(rank: int, engine: str) -> list[Any]:
+    shares = 1 if engine == "tp" else 2
+    return _two(rank, engine, shares if engine != "tp" else 2, rank if engine != "tp" else 0)
+
+
+@pytest.mark.parametrize(("engine", "muon"), [("hsdp", False), ("tp+fsdp2", False), ("tp+fsdp2", True)])
+def test_two_optimizers_on_a_mesh(four: Ranks, engine: str, muon: bool) -> None:
+    found = four(_two_on_four, engine, muon)
+    _equal(found, _two(0, "plain", 4 if engine == "hsdp" else 2, 0, muon), 1e-6 if muon else 1e-10)
+
+
+def _two_on_four(rank: int, engine: str, muon: bool) -> list[Any]:
+    return _two(rank, engine, 4, rank if engine == "hsdp" else rank // 2, muon)
+
+
+def _equal(found: list[list[Any]], truth: list[Any], tolerance: float = 1e-10) -> None:
+    for mine in found:
+        # a SUM for each round of rules; a MAX in a logged step; a SUM of the update, which Muon's bfloat16 makes unlike
+        assert mine[-1] == (2, 4 if tolerance < 1e-6 else 3)
+        for step, (here, there) in enumerate(zip(mine[:-1], truth[:-1], strict=True)):
+            assert alike(here[0], there[0], tolerance) == [], step
+            assert close(here[1], there[1], tolerance) or (step == 2 and math.isnan(here[1]) and math.isnan(there[1]))
+            assert close(here[2], there[2], tolerance), step
+    steps = [record for record, *_ in truth[:-1]]
+    assert [record["skipped"] for record in steps] == [0, 0, 1, 0]
+    assert min(record["grad_norm"] for record in steps if record["skipped"] == 0) > 0.5  # all are clipped
+
+
+# --- stages of a pipeline
+
+
+class Front(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.front(x)))
+
+
+class Back(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.back, self.head = nn.Linear(8, 8), nn.Linear(8, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.back(x)))
+
+
+def _stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Front().double(), Back().double()]
+
+
+def _loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(out, target) * 40.0
+
+
+def _data(step: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + copy)
+    x, y = torch.randn(8, 6, generator=generator).double(), torch.randn(8, 3, generator=generator).double()
+    if step == 2 and copy == 0:
+        y[0, 0] = math.nan  # only the last stage of one copy has the target
+    return x, y
+
+
+def _watch(model: Any, optimizer: Any, **options: Any) -> dh.Gradients:
+    watched = [*WATCHED, stats.Loss(), stats.Activations()]
+    return dh.gradients(model, optimizer, rules=rules(), stats=watched, every=1, **options)
+
+
+def _one_process(copies: int, batch: Callable[[int, int], Any] = _data) -> list[Any]:
+    """The truth: both stages in one process, on the batches of all copies."""
+    model = nn.Sequential(*_stages())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    found: list[Any] = []
+    with _watch([model[0], model[1]], optimizer) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            for x, y in (batch(step, copy) for copy in range(copies)):
+                for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+                    loss = _loss(model(part), target)
+                    watch.note_loss(loss)
+                    (loss / (2 * copies)).backward()
+            optimizer.step()
+            watch.flush()
+            found.append((dict(watch.latest), [whole(p) for p in model.parameters()]))
+    return found
+
+
+def _pipeline(rank: int, copies: int, engine: str) -> list[Any]:
+    """One stage on each rank, in ``copies`` data-parallel copies, by torch's own schedule of two micro-batches."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = init_device_mesh("cpu", (2, copies), mesh_dim_names=("pp", "dp"))
+    place, copy = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    module: Any = _stages()[place]
+    if engine == "ddp":
+        module = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    elif engine == "fsdp2":
+        fully_shard(module, mesh=mesh["dp"])
+    # What goes in and out; without it the stage runs an additional forward in the first step.
+    wires = [torch.zeros(4, width, dtype=torch.float64, requires_grad=width == 8) for width in ((6, 8), (8, 3))[place]]
+    stage = PipelineStage(module, place, 2, torch.device("cpu"), *wires, group=mesh.get_group("pp"))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=_loss)
+    found: list[Any] = []
+    with _watch(module, optimizer, process_group="world") as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = _data(step, copy)
+            losses: list[torch.Tensor] = []
+            schedule.step(x) if place == 0 else schedule.step(target=y, losses=losses)
+            for loss in losses:
+                watch.note_loss(loss)
+            optimizer.step()
+            watch.flush()
+            found.append((dict(watch.latest), [whole(p) for p in module.parameters()]))
+        found.append(watch.report().collectives)
+    return found
+
+
+def _equal_stages(found: list[list[Any]], copies: int, truth: list[Any]) -> None:
+    front = len(list(_stages()[0].parameters()))
+    for rank, mine in enumerate(found):
+        assert mine[-1] == (2, 4)
+        for step, ((record, weights), (record0, weights0)) in enumerate(zip(mine[:-1], truth, strict=True)):
+            assert alike(record, record0) == [], step
+            assert close(weights, weights0[front:] if rank >= copies else weights0[:front], 1e-10), step
+            where = {at["rank"] for at in record.get("nonfinite_at", ())} - {None}
+            assert where <= {0, copies}, "the copy that has the NaN"
+    assert [record["skipped"] for record, _ in truth] == [0, 0, 1, 0]
+
+
+@pytest.mark.first_tier
+def test_two_stages(ranks: Ranks) -> None:
+    _equal_stages(ranks(_pipeline, 1, "plain"), 1, _one_process(1))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_stages_with_two_copies(four: Ranks, engine: str) -> None:
+    _equal_stages(four(_pipeline, 2, engine), 2, _one_process(2))
+
+
+# --- experts of which each rank has its own
+
+
+class Moe(nn.Module):
+    """A dense layer, and experts that another rank does not have."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(6, 6)
+        torch.manual_seed(10 + seed)
+        self.experts = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[1](torch.tanh(self.experts[0](self.dense(x))))
+
+
+def _moe(rank: int, engine: str, owners: int) -> tuple[nn.Module, list[nn.Parameter]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = Moe(rank % owners).double()
+    experts = list(model.experts.parameters())
+    if engine == "ddp":
+        ignored = [name for name, _ in model.named_parameters() if name.startswith("experts")]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        return nn.parallel.DistributedDataParallel(model), experts
+    if engine == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=set(experts))
+        return model, experts
+    ignored_states = {"ignored_states": experts, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, use_orig_params=True, **ignored_states), experts
+
+
+def _experts(rank: int, engine: str, owners: int) -> list[Any]:
+    world = dist.get_world_size()
+    model, own = _moe(rank, engine, owners)
+    groups = [dist.new_group(list(range(at, at + owners))) for at in range(0, world, owners)]
+    copies = [dist.new_group(list(range(at, world, owners))) for at in range(owners)][rank % owners]
+    experts: Any = "*experts*" if owners == world else {"*experts*": groups[rank // owners]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found: list[Any] = []
+    watched = [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.Moments(), stats.NonFinite(), stats.Updates()]
+    with dh.gradients(model, optimizer, rules=rules(), stats=watched, every=1, experts=experts) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            x = _batch(step, rank)
+            if step == 2 and rank == world - 1:
+                x[0, 0] = math.nan
+            (model(x).square().mean() * 40.0).backward()
+            for parameter in own if owners < world else []:  # the loop reduces them over their copies
+                dist.all_reduce(parameter.grad, group=copies)
+            optimizer.step()
+            watch.flush()
+            found.append((dict(watch.latest), [whole(p) for p in own]))
+    return found
+
+
+def _experts_in_one_process(world: int, owners: int) -> list[Any]:
+    dense, parts = Moe(0).dense.double(), [Moe(owner).experts.double() for owner in range(owners)]
+    model = nn.ModuleDict({"dense": dense, **{str(owner): part for owner, part in enumerate(parts)}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found: list[Any] = []
+    watched = [stats.Norm(), stats.MaxAbs(), stats.Moments(), stats.NonFinite(), stats.Updates()]
+    with dh.gradients(model, optimizer, rules=rules(), stats=watched, every=1) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            for rank in range(world):
+                x, part = _batch(step, rank), parts[rank % owners]
+                if step == 2 and rank == world - 1:
+                    x[0, 0] = math.nan
+                loss = part[1](torch.tanh(part[0](dense(x)))).square().mean() * 40.0
+                loss.backward(inputs=list(part.parameters()), retain_graph=True)  # a sum over ranks
+                (loss / world).backward(inputs=list(dense.parameters()))  # a mean over ranks
+            optimizer.step()
+            watch.flush()
+            found.append((dict(watch.latest), [[whole(p) for p in part.parameters()] for part in parts]))
+    return found
+
+
+def _equal_experts(found: list[list[Any]], owners: int, truth: list[Any]) -> None:
+    for rank, mine in enumerate(found):
+        for step, ((record, weights), (record0, weights0)) in enumerate(zip(mine, truth, strict=True)):
+            record = {key: value for key, value in record.items() if "/param/" not in key}
+            assert alike(record, record0) == [], step
+            assert close(weights, weights0[rank % owners], 1e-10), step
+    assert [record["skipped"] for record, _ in truth] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+def test_experts(ranks: Ranks, engine: str) -> None:
+    _equal_experts(ranks(_experts, engine, 2), 2, _experts_in_one_process(2, 2))
+
+
+def test_experts_with_copies(four: Ranks) -> None:
+    _equal_experts(four(_experts, "fsdp2", 2), 2, _experts_in_one_process(4, 2))
+
+
+def _unnamed_experts(rank: int, engine: str, is_same_at_first: bool) -> list[str]:
+    model, _ = _moe(0 if is_same_at_first else rank, engine, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    said = []
+    try:
+        with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
+            for step in range(2):
+                optimizer.zero_grad()
+                model(_batch(step, rank)).square().mean().backward()
+                optimizer.step()
+    except (AttachError, UsageError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("is_same_at_first", [False, True])
+def test_experts_that_nobody_names_are_an_error(ranks: Ranks, engine: str, is_same_at_first: bool) -> None:
+    """Where they begin with the same values, their gradients tell it in the first step."""
+    for said in ranks(_unnamed_experts, engine, is_same_at_first):
+        assert "experts='*.experts.*'" in said[0], said
+        assert ("AttachError" in said[0]) == (engine == "ddp" or not is_same_at_first)
+
+
+# --- what is refused, and what ends a joint step
+
+
+def test_lists_that_cannot_be() -> None:
+    model = nn.Linear(2, 2)
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    for optimizers, said in (([], "give the optimizers"), ([one, one], "is in two of the optimizers")):
+        with pytest.raises(UsageError, match=said):
+            dh.gradients(model, optimizers, rules=[dh.ClipNorm(1.0)])
+    with pytest.raises(UsageError, match="give the models"):
+        dh.gradients([], one, rules=[dh.ClipNorm(1.0)])
+    with pytest.raises(AttachError, match="are in none of the models"):
+        dh.gradients([nn.Linear(2, 2), nn.Linear(3, 2)], one, rules=[dh.ClipNorm(1.0)])
+    with pytest.raises(MatchError, match="no parameter of any rank matches 'expert"):
+        dh.gradients(model, one, rules=[dh.ClipNorm(1.0)], experts="expert.*")
+    with pytest.raises(UsageError, match="process_group='all'"):
+        dh.gradients(model, one, rules=[dh.ClipNorm(1.0)], process_group="all")
+
+
+def test_models_of_the_same_names() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 2), nn.Linear(2, 3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    watched = [stats.Norm(per_parameter=True), stats.Activations()]
+    with dh.gradients(models, optimizers, rules=[dh.only("model1.*", dh.Scale(0.0))], stats=watched) as watch:
+        for model in models:
+            model(torch.ones(1, 2)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert {"grad_norm/param/model0.weight", "activation_rms/module/model1."} <= watch.latest.keys()
+    assert models[0].weight.grad.abs().sum() > 0 == models[1].weight.grad.abs().sum()
+
+
+def test_an_optimizer_that_steps_in_every_second_iteration() -> None:
+    """Each joint step is counted once, and the update is that of those that stepped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    seen: list[Any] = []
+    watched = [stats.Norm(), stats.Updates(per_parameter=True)]
+    with dh.gradients(model, [often, seldom], rules=[dh.ClipNorm(0.5)], stats=watched, sinks=[seen.append], every=1):
+        for step in range(4):
+            model(torch.full((1, 2), 1.0 + step)).square().sum().backward()
+            often.step()
+            if step % 2:
+                seldom.step()
+            often.zero_grad()
+            seldom.zero_grad()
+    assert [record["step"] for record in seen] == [0, 1, 2, 3]
+    moved = [record["update_norm/param/1.weight"] > 0 for record in seen]
+    assert moved == [False, True, False, True]
+    assert all(record["update_norm/param/0.weight"] > 0 for record in seen)
+
+
+def test_the_decision_holds_for_all_optimizers_also_if_the_loop_clips() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = [torch.optim.Adam(model[0].parameters()), torch.optim.Adagrad(model[1].parameters())]
+    with dh.gradients(model, optimizers, rules=[dh.SkipNonFinite(), dh.only("0.bias", dh.Freeze())]) as watch:
+        for bad in (False, True):
+            before = [p.detach().clone() for p in model.parameters()]
+            states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+            model(torch.full((1, 2), math.nan if bad else 1.0)).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert watch.steps == 1 + bad, "the step was begun before the loop clipped"
+            assert bad or close(float(watch.norm), float(norm), 1e-6) or model[0].bias.grad is None
+            for optimizer in optimizers:
+                optimizer.step()
+            now = [p.detach() for p in model.parameters()]
+            moved = [not identical([a], [b]) for a, b in zip(now, before, strict=True)]
+            assert moved == ([False] * 4 if bad else [True, False, True, True])
+            if bad:
+                assert [optimizer.state_dict()["state"] for optimizer in optimizers] == states
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_scaler_that_keeps_one_optimizer_back(which: int) -> None:
+    """The optimizer whose gradients are finite does not step either, in whatever order the loop steps them."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with dh.gradients(model, optimizers, rules=[dh.SkipNonFinite(), dh.ClipNorm(0.5)], every=1) as watch:
+        for bad in (False, True, False):
+            before = [p.detach().clone() for p in model.parameters()]
+            losses = [part(torch.ones(1, 2)).square().sum() for part in model]
+            losses[which] = losses[which] * (math.inf if bad else 1.0)
+            scaler.scale(sum(losses)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+            assert moved == [not bad] * 4
+            if not bad:
+                grads = [p.grad for p in model.parameters()]
+                assert close(float(torch.nn.utils.get_total_norm(grads)), 0.5, 1e-4)
+                assert float(watch.norm) < 20.0, "in the user's units"
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+
+def test_norm_needs_something_that_measures_it() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]) as watch:
+        with pytest.raises(UsageError, match="there was no step yet"):
+            _ = watch.norm
+        model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        watch.begin_step()
+        assert float(watch.norm) == 5.0
+        assert close(float(model.weight.grad.norm()), 1.0, 1e-6)
+        optimizer.step()
+    with dh.gradients(model, optimizer, rules=[dh.ClipValue(1.0)]) as watch, warnings.catch_warnings():
+        optimizer.step()
+        with pytest.raises(UsageError, match="nothing measures the norm"):
+            _ = watch.norm
