@@ -56,11 +56,14 @@ if TYPE_CHECKING:
     from disthooks.grads.attach import gradients
     from disthooks.grads.attachment import Gradients
     from disthooks.grads.on_gradient import on_gradient
+    from disthooks.grads.rules.adagc import AdaGC
     from disthooks.grads.rules.adaptive import ClipAdaptive, ClipPercentile, ClipZScore
     from disthooks.grads.rules.base import only
     from disthooks.grads.rules.clip import ClipNorm, ClipValue
     from disthooks.grads.rules.elementwise import Noise, Sanitize, Scale
     from disthooks.grads.rules.skip import Freeze, SkipNonFinite
+    from disthooks.grads.rules.spike import SkipSpike
+    from disthooks.grads.rules.update import ClipUpdate
     from disthooks.predict.explain import explain
     from disthooks.predict.explanation import Explanation
     from disthooks.saved.attach import Saving, save_activations, saving
@@ -82,12 +85,14 @@ if TYPE_CHECKING:
     from disthooks.watch.trace import trace
 
 __all__ = [
+    "AdaGC",
     "AtLeast",
     "Attachment",
     "Cast",
     "ClipAdaptive",
     "ClipNorm",
     "ClipPercentile",
+    "ClipUpdate",
     "ClipValue",
     "ClipZScore",
     "Compact",
@@ -113,6 +118,7 @@ __all__ = [
     "Saving",
     "Scale",
     "SkipNonFinite",
+    "SkipSpike",
     "StoreReport",
     "Tiered",
     "__version__",

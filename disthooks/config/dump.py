@@ -127,7 +127,7 @@ def _plain(value: Any, where: str, path: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each, where, path) for each in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, where, path) for key, each in value.items()}
+        return {key if isinstance(key, int) else str(key): _plain(each, where, path) for key, each in value.items()}
     if isinstance(value, type) or inspect.isroutine(value):
         raise ConfigError(f"{where}={value!r} cannot be written to a file: patterns there are texts")
     return entry(value)

@@ -195,6 +195,10 @@ class Shard:
         """The local part of the parameter, sharing its memory; the elements are those of :meth:`gradient`."""
         return local_part(self.parameter)
 
+    def of_state(self, state: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that the optimizer keeps for the parameter, in whatever shape it has."""
+        return local_part(state)
+
     def optimizer_gradient(self) -> torch.Tensor | None:
         """The gradient as the optimizer gets it: the whole tensor, or a DTensor that stands for it."""
         grad = self.parameter.grad
@@ -253,6 +257,7 @@ class Engine:
         has_other_parts: whether there are other models, or other ranks with models of their own.
         has_named_state: whether the optimizer keeps its state by parameter, not by partition.
         can_exclude_parameters: whether single parameters can be left out of a step (``skip.exclude_from_step``).
+        can_change_update: whether the parameters in memory after a step are those that the optimizer goes on with.
     """
 
     label: ClassVar[str] = "a plain module"
@@ -261,6 +266,7 @@ class Engine:
     has_other_parts: bool = False
     has_named_state: bool = True
     can_exclude_parameters: bool = True
+    can_change_update: bool = True
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
         self.model, self.ranks, self.position = model, tuple(ranks), position

@@ -77,7 +77,8 @@ class DeepSpeed(Engine):
             ) from error
         self._engine, self._group = engine, engine.seq_data_parallel_group
         # Torch's own optimizer holds the parameters of the model; every other one holds partitions without names.
-        self.can_exclude_parameters = self.has_named_state = type(self._partitions) is Partitions
+        is_plain = type(self._partitions) is Partitions
+        self.can_exclude_parameters = self.has_named_state = self.can_change_update = is_plain
         ranks = dist.get_process_group_ranks(self._group)
         super().__init__(unwrap_engine(model), ranks, dist.get_rank(self._group))
 

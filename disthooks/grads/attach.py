@@ -194,11 +194,17 @@ def _grouped(groups: Any) -> dict[str, Any]:
 def _attach(engine: Engine, models: Sequence[nn.Module], optimizer: Any, config: GradientsConfig) -> Gradients:
     """Find what every step needs, once; agree with the other ranks; then put the hooks on."""
     local = [rule for rule in config.rules if _is_local(rule)]
-    final = [rule for rule in config.rules if not _is_local(rule)]
+    observing = [rule for stat in config.stats if (rule := stat.rule()) is not None]
+    final = [*observing, *(rule for rule in config.rules if not _is_local(rule))]
     parameters = engine.optimizer_parameters(optimizer)
     indices = optimized_shards(engine, parameters)
     shards = [engine.shards[i] for i in indices]
     for rule in final:
+        if rule.after and not engine.can_change_update:
+            raise AttachError(
+                f"{rule!r} changes parameters after the update, and {engine.label} gathers copies of them in its step: "
+                "clip gradients instead, by AdaGC or ClipZScore, or use DDP or FSDP"
+            )
         if rule.excludes and not engine.can_exclude_parameters:
             raise AttachError(
                 f"{rule!r} keeps single parameters from the optimizer, and on {engine.label} it updates them together "

@@ -20,6 +20,7 @@ from disthooks.engines.optimizer_step import OnRepeat
 from disthooks.engines.skip import exclude_from_step
 from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
+from disthooks.grads.plan import BoundRule
 from disthooks.grads.records import Reading, RecentStep, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
@@ -92,7 +93,7 @@ class Gradients(Attachment):
         self.nonfinite_steps = 0
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
-        self._was_logged = True  # the step that was made last
+        self._was_logged = self._was_measured = True  # the step that was made last
         self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
@@ -109,7 +110,7 @@ class Gradients(Attachment):
             on_repeat: OnRepeat = "refuse" if plan.rules else "first"
             self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
             self.on_remove(before_clipping(self._before_clipping).remove)
-            if plan.after.uses or runner.forward_hooks.has_times:
+            if plan.after.logged.uses or runner.forward_hooks.has_times:
                 self.on_remove(engine.after_step(optimizer, self._after_step).remove)
             self.on_remove(self.flush)
             self.on_remove(functools.partial(setattr, self, "_heir", None))
@@ -174,17 +175,18 @@ class Gradients(Attachment):
             self._publish(self._records.read(wait=False))
         is_logged, is_measured = self._is_logged(), self._is_measured()
         self._settings = self._largest_settings() if is_measured else {}
-        is_frequent = self._config.every == 1 or self._config.recent > 0
-        result = self._runner.run(self.steps, is_measured, reuse_copies=is_frequent)
+        is_frequent = self._config.every == 1 or self._config.recent > 0 or bool(self._runner.plan.after.rules)
+        result = self._runner.run(self.steps, is_measured, is_frequent, self.optimizers)
         excluded = [shard.parameter for shard in result.excluded]
         if isinstance(optimizer, JointSteps):
             optimizer.exclude(excluded)
         elif excluded:
             exclude_from_step(optimizer, excluded)
         decision = result.skip()
-        self._was_logged = is_logged
+        self._was_logged, self._was_measured = is_logged, is_measured
         self._records.watch(self.steps, result.merged, decision, is_measured)
-        if is_measured and not self._runner.plan.after.uses and (self._config.stats or result.log):
+        self._records.watch_events(self.steps, result.events)
+        if is_measured and not self._runner.plan.after.logged.uses and (self._config.stats or result.log):
             self._record(self.steps, result, is_logged)
         self._begin_next_step()
         return decision
@@ -193,7 +195,9 @@ class Gradients(Attachment):
     def _after_step(self) -> None:
         result = self._runner.after_update()
         if result is not None:
-            self._record(self.steps - 1, result, self._was_logged)
+            self._records.watch_events(self.steps - 1, result.events)
+            if self._was_measured:
+                self._record(self.steps - 1, result, self._was_logged)
         self._runner.forward_hooks.end_step()
 
     def _record(self, step: int, result: StepResult, is_logged: bool) -> None:
@@ -362,8 +366,8 @@ class Gradients(Attachment):
     def report(self) -> GradientsReport:
         """The engine, and the cost of a step."""
         plan, engine = self._runner.plan, self._checks.engine
-        always = [part.always for part in plan.rounds]
-        logged = [*(part.logged for part in plan.rounds), plan.after]
+        always = [part.always for part in (*plan.rounds, plan.after)]
+        logged = [part.logged for part in (*plan.rounds, plan.after)]
         has_others = len(engine.ranks) > 1
         return GradientsReport(
             engine=engine.label,
@@ -384,6 +388,9 @@ class Gradients(Attachment):
     def state_dict(self) -> dict[str, Any]:
         """The state of adaptive rules, the averages of statistics and the number of steps; the same on every rank.
 
+        What a rule keeps of each parameter has the names of the parameters with it, so it can be loaded where they are
+        in another order, or on other ranks.
+
         Returns:
             A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's state.
         """
@@ -393,6 +400,9 @@ class Gradients(Attachment):
             part: [[kind, {name: value.cpu().clone() for name, value in state.items()}] for kind, state in states]
             for part, states in self._states().items()
         }
+        for bound, entry in zip(self._runner.plan.rules, copied["rules"], strict=True):
+            if bound.rule.by_parameter:
+                entry.append(self._names(bound))
         return {"steps": self.steps, **copied}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -405,17 +415,24 @@ class Gradients(Attachment):
                 changed then.
         """
         mine = self.state_dict()
-        for part in ("rules", "stats"):
+        given = {part: [[kind, dict(found)] for kind, found, *_ in state.get(part, [])] for part in ("rules", "stats")}
+        for part in given:
             # All is checked before anything changes.
-            _check_states(part, mine[part], state.get(part, []))
+            _check_states(part, [entry[:2] for entry in mine[part]], given[part])
+        for bound, entry, (_, found) in zip(self._runner.plan.rules, state["rules"], given["rules"], strict=True):
+            if bound.rule.by_parameter:
+                found |= _in_order(bound.rule, found, entry[2], self._names(bound))
         self._checks.counts.loaded()
         self.steps = int(state["steps"])
         self._records.forget_recent()  # of steps that are made again now
         self._begin_hooks()
         for part, states in self._states().items():
-            for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
+            for (_, target), (_, found) in zip(states, given[part], strict=True):
                 for name, value in found.items():
                     target[name].copy_(value)
+
+    def _names(self, bound: BoundRule) -> list[str]:
+        return [self._runner.plan.shards[i].name for i in bound.indices]
 
     def _states(self) -> dict[str, list[tuple[str, State]]]:
         """The states of rules and of statistics, each with the name of its kind."""
@@ -432,6 +449,16 @@ def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None
         shapes, others = ({name: tuple(value.shape) for name, value in state.items()} for state in (own, found))
         if shapes != others:
             raise UsageError(f"the state of {kind} has the shapes {others}, and {shapes} are needed")
+
+
+def _in_order(rule: Rule, state: State, given: Sequence[str], wanted: Sequence[str]) -> State:
+    """The tensors of a rule that are by parameter, in the order of ``wanted``."""
+    place = {name: i for i, name in enumerate(given)}
+    if missing := [name for name in wanted if name not in place]:
+        shown = ", ".join(map(repr, missing[:3]))
+        raise UsageError(f"the state of {rule!r} has nothing of {shown}: load a state of the same parameters")
+    order = torch.tensor([place[name] for name in wanted])
+    return {name: state[name].index_select(-1, order) for name in rule.by_parameter}
 
 
 def _is_on_host(value: Any) -> bool:

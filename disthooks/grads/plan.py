@@ -9,7 +9,8 @@ The plan is made once, at attach, and is the same in every step.
 # vector has the same length on every rank, also on a rank that has no gradient, because the length depends only on
 # names and shapes. So each rank takes part in every all-reduce, and the bytes do not grow with the world size. A step
 # takes one round. It takes one more round for each rule that measures a gradient which an earlier rule in the round
-# rewrites: `[ClipValue, ClipNorm]` takes two rounds, and `[ClipNorm, ClipValue]` takes one. All of this is known at
+# rewrites: `[ClipValue, ClipNorm]` takes two rounds, and `[ClipNorm, ClipValue]` takes one. What is measured after the
+# update takes one more. All of this is known at
 # attach, so no rank ever has to ask another rank how many collectives come next.
 
 # [Note: pieces of a vector]
@@ -28,8 +29,8 @@ from torch import nn
 
 from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.base import Engine, Shard
-from disthooks.errors import AttachError, MatchError
-from disthooks.grads.rules.base import Rule
+from disthooks.errors import AttachError, MatchError, UsageError
+from disthooks.grads.rules.base import Rule, named
 from disthooks.grads.stats.across_ranks import UnreducedSquares
 from disthooks.grads.stats.base import Local, Measure, Stat
 from disthooks.grads.stats.scan import compute
@@ -135,6 +136,7 @@ class BoundRule:
 
     Attributes:
         rule: the rule.
+        number: its place among the rules, which is that of its state.
         indices: the indices of its parameters.
         fresh: whether no earlier rule rewrites a gradient of these parameters. Then the rule measures the gradients as
             the engine gave them.
@@ -142,6 +144,7 @@ class BoundRule:
     """
 
     rule: Rule
+    number: int
     indices: tuple[int, ...]
     fresh: bool
     label: str
@@ -164,6 +167,11 @@ class Round:
     def layout(self, is_logged: bool) -> VectorLayout:
         return self.logged if is_logged else self.always
 
+    @property
+    def needs_before(self) -> bool:
+        """Whether a measure needs the parameters from before the update."""
+        return any(measure.before for measure in self.logged.uses)
+
 
 class StepPlan:
     """The rounds of every step. Rules and statistics are matched with the parameters here, once, at attach.
@@ -185,9 +193,8 @@ class StepPlan:
         modules: the names of the modules whose outputs are read.
         scopes: the indices of all parameters, and then those of each group.
         rounds: the rounds before the update.
-        after: the measures of a logged step after the update.
-        needs_before: whether one of them needs the parameters from before it, too.
-        rules: all rules in the order in which they are applied.
+        after: the measurement after the update, and the rules that follow it.
+        rules: all rules in the order in which they were given.
         rewritten: the parameters whose gradients a rule may change.
         unreduced: the parameters that every rank has and nobody reduces; their gradients are compared in each step.
     """
@@ -209,16 +216,18 @@ class StepPlan:
         self.unreduced = [shard for shard in shards if shard.sharding == "unreduced"]
         apart = [(UnreducedSquares(), everything)] if self.unreduced else []
         rounds: list[Round] = []
-        for bound in split_into_rounds(rules, shards):
+        bound_rules, after_update = _bound(rules, shards)
+        for bound in split_into_rounds(bound_rules):
             needed = [(measure, each.indices) for each in bound for measure in each.rule.measures()]
             needed += [] if rounds else [*always, *apart]
             # Statistics describe the gradients before any rule, so the first round measures them.
             wanted = needed if rounds else [*needed, *before_update]
             rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))
         self.rounds = tuple(rounds)
-        self.after = self._layout([use for use in logged if use[0].after])
-        self.needs_before = any(measure.before for measure in self.after.uses)
-        self.rules = [bound for part in rounds for bound in part.rules]
+        needed = [(measure, each.indices) for each in after_update for measure in each.rule.measures()]
+        wanted = [*needed, *(use for use in logged if use[0].after)]
+        self.after = Round(tuple(after_update), self._layout(needed), self._layout(wanted))
+        self.rules = sorted([*bound_rules, *after_update], key=lambda bound: bound.number)
         self.rewritten = frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
     def _layout(self, uses: Iterable[MeasureUse]) -> VectorLayout:
@@ -230,38 +239,55 @@ class StepPlan:
         return VectorLayout(sorted_uses, self.shards, self.scopes, len(self.modules))
 
 
-def split_into_rounds(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRule]]:
-    """Split the rules into rounds: a rule starts a new round if it measures a gradient that an earlier rule rewrites.
-
-    Rules for different parameters share a round. See [Note: two collectives].
+def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> tuple[list[BoundRule], list[BoundRule]]:
+    """The rules with their parameters: those that act before the update, and those that act after it.
 
     Raises:
         MatchError: when a rule is for no parameter.
-        UsageError: when a rule cannot be right on one of its parameters.
+        UsageError: when a rule cannot be right on one of its parameters, or two act on one after the update.
+    """
+    before: list[BoundRule] = []
+    after: list[BoundRule] = []
+    rewritten: set[int] = set()
+    for number, (rule, label) in enumerate(zip(rules, labels_of(rules), strict=True)):
+        indices = scope_of(rule, shards)
+        if rule.after:
+            taken = {i for bound in after for i in bound.indices} & set(indices)
+            if taken:
+                raise UsageError(
+                    f"{rule!r} and another rule both act on the update of {named(shards[i] for i in sorted(taken))}: "
+                    "give one, or one for each part of the parameters, by only()"
+                )
+            after.append(BoundRule(rule, number, indices, True, label))
+            continue
+        before.append(BoundRule(rule, number, indices, not rewritten & set(indices), label))
+        rewritten |= set(indices) if rule.rewrites else set()
+    return before, after
+
+
+def split_into_rounds(rules: Sequence[BoundRule]) -> list[list[BoundRule]]:
+    """Split the rules into rounds: a rule starts a new round if it measures a gradient that an earlier rule rewrites.
+
+    Rules for different parameters share a round. See [Note: two collectives].
 
     >>> from torch import nn
     >>> from disthooks.engines.base import Engine
     >>> from disthooks import ClipNorm, ClipValue, only
     >>> shards = Engine(nn.Linear(2, 1)).shards
-    >>> len(split_into_rounds([ClipNorm(1.0), ClipValue(0.1)], shards))
-    1
-    >>> len(split_into_rounds([ClipValue(0.1), ClipNorm(1.0)], shards))
-    2
-    >>> len(split_into_rounds([only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0))], shards))
+    >>> rounds_of = lambda *rules: len(split_into_rounds(_bound(rules, shards)[0]))
+    >>> rounds_of(ClipNorm(1.0), ClipValue(0.1)), rounds_of(ClipValue(0.1), ClipNorm(1.0))
+    (1, 2)
+    >>> rounds_of(only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0)))
     1
     """
     rounds: list[list[BoundRule]] = [[]]
-    rewritten_here: set[int] = set()  # in the round that is being filled
-    rewritten: set[int] = set()  # in any round
-    for rule, label in zip(rules, labels_of(rules), strict=True):
-        indices = scope_of(rule, shards)
-        if rule.measures() and rewritten_here & set(indices):
+    rewritten: set[int] = set()  # in the round that is being filled
+    for bound in rules:
+        if bound.rule.measures() and rewritten & set(bound.indices):
             rounds.append([])
-            rewritten_here = set()
-        rounds[-1].append(BoundRule(rule, indices, not rewritten & set(indices), label))
-        if rule.rewrites:
-            rewritten_here |= set(indices)
-            rewritten |= set(indices)
+            rewritten = set()
+        rounds[-1].append(bound)
+        rewritten |= set(bound.indices) if bound.rule.rewrites else set()
     return rounds
 
 

@@ -81,6 +81,10 @@ class HostCopy:
 DeferredError = tuple[torch.Tensor, Callable[[float], None]]
 
 
+#: A bool on the device, and the numbers that are recorded of the step if it is true, whatever ``every`` is.
+Event = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
 class DeferredErrors:
     """Errors that depend on a number on the device: raised at the next step. See [Note: no host sync].
 
@@ -138,8 +142,8 @@ class PendingRecord(NamedTuple):
         merged = list(zip(vectors[::2], vectors[1::2], strict=True))
         # Statistics are measured in the first round, and after the update; other rounds are for rules alone.
         measured = [(plan.rounds[0].logged, merged[0])]
-        if plan.after.uses:
-            measured.append((plan.after, merged[len(plan.rounds)]))
+        if plan.after.logged.uses:
+            measured.append((plan.after.logged, merged[len(plan.rounds)]))
         wanted = {measure for stat, _ in stats for measure in stat.measures()}
         rows: dict[Measure, torch.Tensor] = {}
         for layout, vector_pair in measured:
@@ -305,7 +309,9 @@ class WatchedSteps:
         has_counts = NonFiniteCount() in self._plan.rounds[self._round].always.uses
         is_skipped = decision is not None and bool(decision)
         is_bad = sizes > 0 if has_counts else ~torch.isfinite(sizes)
-        if not is_skipped and not bool(is_bad.any()):
+        if is_skipped:  # a gradient that nobody reduces may be bad on one rank alone
+            is_bad = is_bad | (marks > 0)
+        if not bool(is_bad.any()):
             self._row = None
             return None
         if not has_counts and bool((marks > 0).any()):
@@ -400,6 +406,7 @@ class StepRecords:
         self._plan, self._ranks = plan, ranks
         self._watched = WatchedSteps(plan, ranks, finds_spikes=recent > 0)
         self._pending: PendingRecord | None = None
+        self._events: deque[tuple[int, Sequence[str], HostCopy]] = deque()
         self._was_norm_nonfinite = False  # in the step that was logged last
 
     @property
@@ -415,6 +422,22 @@ class StepRecords:
     def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
         """Start copying the numbers that are read of every step."""
         self._watched.watch(step, merged, decision, is_logged)
+
+    def watch_events(self, step: int, events: Sequence[Event]) -> None:
+        """Start copying what is recorded of this step if something has happened in it."""
+        for is_true, numbers in events:
+            copied = torch.stack([is_true.double(), *(number.double() for number in numbers.values())])
+            self._events.append((step, list(numbers), HostCopy([copied])))
+
+    def _read_events(self, wait: bool) -> dict[int, dict[str, float]]:
+        """The numbers of the steps in which something has happened, among those whose numbers have arrived."""
+        happened: dict[int, dict[str, float]] = {}
+        while self._events and (wait or self._events[0][2].arrived()):
+            step, names, copy = self._events.popleft()
+            is_true, *numbers = copy.tensors()[0].tolist()
+            if is_true:
+                happened[step] = happened.get(step, {}) | dict(zip(names, numbers, strict=True))
+        return happened
 
     def start(
         self,
@@ -445,7 +468,7 @@ class StepRecords:
             pending = PendingRecord.of(step, merged, log, settings)
             fields = pending.read(self._plan, copies, self._ranks)
             fields = {**fields, **known.get(step, {}), "recent": True}
-            yield StepRecord(fields, is_logged=False, is_first_nonfinite=step in known)
+            yield StepRecord(fields, is_logged=False, is_first_nonfinite="nonfinite_params" in known.get(step, {}))
 
     def read(self, wait: bool) -> Reading:
         """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
@@ -453,12 +476,15 @@ class StepRecords:
         spikes, self._watched.spikes = self._watched.spikes, []
         pending, self._pending = (self._pending, None) if wait else (None, self._pending)
         step = None if pending is None else pending.step
-        first = {each.step: each.fields for each in nonfinite if each.is_first and each.step != step}
-        records = list(self._recent_records([*first, *spikes], first))
+        events = self._read_events(wait)
+        first = {each.step: each.fields for each in nonfinite if each.is_first}
+        # The record of the logged step has both anyway.
+        happened = {at: {**events.get(at, {}), **first.get(at, {})} for at in sorted({*events, *first}) if at != step}
+        records = list(self._recent_records([*happened, *spikes], happened))
         written = {record.fields["step"] for record in records}
         records += [
-            StepRecord({"step": at, **fields}, is_logged=False, is_first_nonfinite=True)
-            for at, fields in first.items()
+            StepRecord({"step": at, **fields}, is_logged=False, is_first_nonfinite=at in first)
+            for at, fields in happened.items()
             if at not in written
         ]
         if pending is not None:

@@ -20,7 +20,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,13 +31,14 @@ from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import refuse_reduced, refuse_replicate
 from disthooks.engines.joint_steps import optimizers_of
+from disthooks.engines.snapshot import OptimizerSnapshot
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
 from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks
-from disthooks.grads.plan import StepPlan, Vectors
-from disthooks.grads.records import DeferredError, DeferredErrors
+from disthooks.grads.plan import BoundRule, StepPlan, VectorLayout, Vectors
+from disthooks.grads.records import DeferredError, DeferredErrors, Event
 from disthooks.grads.rules.base import State, Work, named
 from disthooks.grads.stats.across_ranks import UnreducedSquares
 from disthooks.grads.stats.base import Local, LocalStats, Measure, scalar
@@ -142,6 +143,7 @@ class StepResult:
         skips: decisions to leave the step out.
         excluded: parameters that the optimizer must not move.
         deferred_errors: numbers that may make the next step raise.
+        events: bools, and the numbers that are recorded if one is true, whether the step is logged or not.
     """
 
     merged: list[Vectors] = field(default_factory=list)
@@ -149,10 +151,38 @@ class StepResult:
     skips: list[torch.Tensor] = field(default_factory=list)
     excluded: list[Shard] = field(default_factory=list)
     deferred_errors: list[DeferredError] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, bound: BoundRule, work: Work) -> None:
+        """Add what a rule has logged and decided."""
+        self.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
+        self.skips += work.skips
+        self.excluded += work.excluded
+        self.deferred_errors += work.deferred_errors
+        for is_true, numbers in work.events:
+            self.events.append((is_true, {f"{name}{bound.label}": value for name, value in numbers.items()}))
 
     def skip(self) -> torch.Tensor | None:
         """Whether to leave the step out, as a bool on the device; None when no rule ever decides."""
         return torch.stack(self.skips).any() if self.skips else None
+
+
+class _Update(NamedTuple):
+    """A step between its rounds and the end of the optimizer's update.
+
+    Attributes:
+        result: the result so far.
+        is_logged: whether the step will be logged.
+        before: copies of the parameters.
+        snapshot: the state of the optimizers, if a rule may undo the step.
+        optimizers: the optimizers that step.
+    """
+
+    result: StepResult
+    is_logged: bool
+    before: Grads
+    snapshot: OptimizerSnapshot | None
+    optimizers: tuple[Any, ...]
 
 
 class StepRunner:
@@ -188,19 +218,20 @@ class StepRunner:
         self._engine, self._scaler = engine, scaler
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
-        self._before_update: tuple[StepResult, Grads] | None = None
+        self._update: _Update | None = None
         self._has_warned, self._step = False, 0
         self.norm: torch.Tensor | None = None
 
-    def run(self, step: int, is_logged: bool, reuse_copies: bool) -> StepResult:
+    def run(self, step: int, is_logged: bool, reuse_copies: bool, optimizers: Sequence[Any]) -> StepResult:
         """Measure the gradients, and rewrite them in place.
 
         Args:
             step: how many steps there were before.
             is_logged: whether this step will be logged.
             reuse_copies: whether the copies of the parameters stay in memory for the next logged step.
+            optimizers: the optimizers that step.
         """
-        self._before_update, self._step = None, step
+        self._update, self._step = None, step
         self._deferred_errors.check()
         final = [shard.gradient() for shard in self.plan.shards]
         if not self._has_warned and all(grad is None for grad in final):
@@ -217,9 +248,11 @@ class StepRunner:
                 if copy is not None and grad is not None:
                     grad.copy_(copy * scale)
         self._deferred_errors.set(result.deferred_errors)
-        if is_logged and self.plan.after.uses:
-            copies = self._copy_parameters(reuse_copies) if self.plan.needs_before else []
-            self._before_update = result, copies
+        if self.plan.after.layout(is_logged).uses:
+            undoes = any(bound.rule.undo for bound in self.plan.after.rules)
+            snapshot = OptimizerSnapshot(optimizers) if undoes else None
+            copies = self._copy_parameters(reuse_copies)
+            self._update = _Update(result, is_logged, copies, snapshot, tuple(optimizers))
         return result
 
     def warn_of_no_gradient(self, step: int, what: str = "no gradient") -> None:
@@ -237,16 +270,39 @@ class StepRunner:
             )
 
     def after_update(self) -> StepResult | None:
-        """Measure how the update moved the parameters; None if no statistic of this step asks for it."""
-        if self._before_update is None:
+        """Measure how the update moved the parameters, and change it; None if nothing of this step asks for it.
+
+        The result is that of :meth:`run`, with what was added; its events are those of the update alone.
+        """
+        update, self._update = self._update, None
+        if update is None:
             return None
-        (result, before), self._before_update = self._before_update, None
-        inputs = self._inputs([None] * len(self.plan.shards))._replace(before=before, step=self._step)
-        result.merged.append(collectives.reduce(self.group, self.plan.after.pack(inputs)))
+        shards, result = self.plan.shards, update.result
+        result.events = []
+        own = [copy if shard.is_owner else None for copy, shard in zip(update.before, shards, strict=False)]
+        inputs = self._inputs([None] * len(shards))._replace(before=own, step=self._step)
+        layout = self.plan.after.layout(update.is_logged)
+        if any(measure.needs_states for measure in layout.uses):
+            inputs = inputs._replace(states=[_state_of(shard.parameter, update.optimizers) for shard in shards])
+        merged = collectives.reduce(self.group, layout.pack(inputs))
+        result.merged.append(merged)
+        undo: list[torch.Tensor] = []
+        for bound in self.plan.after.rules:
+            work = self._work(bound, [None] * len(shards), layout, layout.unpack(merged))
+            work.parameters = [shards[i].values() for i in bound.indices]
+            work.before = [update.before[i] for i in bound.indices]
+            bound.rule.rewrite(work)
+            result.add(bound, work)
+            undo += work.undo
+        if update.snapshot is not None and undo and bool(torch.stack(undo).any()):
+            update.snapshot.restore()
+            for shard, copy in zip(shards, update.before, strict=True):
+                if copy is not None:
+                    shard.values().copy_(copy)
         return result
 
     def _run_rounds(self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool) -> StepResult:
-        result, states, shards = StepResult(), iter(self.states), self.plan.shards
+        result, shards = StepResult(), self.plan.shards
         local_stats, forward = self.local_hooks.take(), self.forward_hooks.take(self.device, is_logged)
         for part in self.plan.rounds:
             layout = part.layout(is_logged)
@@ -262,23 +318,25 @@ class StepRunner:
                 self._check_copies(values, result)
             result.merged.append(merged)
             for bound in part.rules:
-                work = Work(
-                    shards=[shards[i] for i in bound.indices],
-                    grads=[grads[i] for i in bound.indices],
-                    values=[layout.pick(values, measure, bound.indices) for measure in bound.rule.measures()],
-                    state=next(states),
-                    step=step,
-                    fresh=bound.fresh,
-                )
+                work = self._work(bound, grads, layout, values)
                 bound.rule.rewrite(work)
-                result.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
-                result.skips += work.skips
-                result.excluded += work.excluded
-                result.deferred_errors += work.deferred_errors
+                result.add(bound, work)
                 if work.excluded:  # rules that follow find no gradient there
                     gone = {id(shard) for shard in work.excluded}
                     grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
         return result
+
+    def _work(
+        self, bound: BoundRule, grads: Grads, layout: VectorLayout, values: Mapping[Measure, torch.Tensor]
+    ) -> Work:
+        return Work(
+            shards=[self.plan.shards[i] for i in bound.indices],
+            grads=[grads[i] for i in bound.indices],
+            values=[layout.pick(values, measure, bound.indices) for measure in bound.rule.measures()],
+            state=self.states[bound.number],
+            step=self._step,
+            fresh=bound.fresh,
+        )
 
     def _check_copies(self, values: Mapping[Measure, torch.Tensor], result: StepResult) -> None:
         """Make the next step raise if ranks have different gradients of a parameter that nobody reduces."""
@@ -308,11 +366,15 @@ class StepRunner:
         )
 
     def _copy_parameters(self, reuse: bool) -> Grads:
-        """The parameters as they are now, where this rank owns them.
+        """The parameters as they are now: all that a rule may change, and those that this rank owns.
 
         With ``reuse`` the memory stays for the next logged step: to allocate it takes longer than to fill it.
         """
-        values = [shard.values().detach() if shard.is_owner else None for shard in self.plan.shards]
+        if not self.plan.after.needs_before:
+            return []
+        changed = {i for bound in self.plan.after.rules for i in bound.indices}
+        everything = enumerate(self.plan.shards)
+        values = [shard.values().detach() if shard.is_owner or i in changed else None for i, shard in everything]
         copies = self._copies
         if not reuse or [_kind(value) for value in values] != [_kind(copy) for copy in copies]:
             copies = [None if value is None else torch.empty_like(value) for value in values]
@@ -334,6 +396,11 @@ class StepRunner:
                 )
             found = scaler._scale
         return None if found is None else scalar(found, self.device)
+
+
+def _state_of(parameter: nn.Parameter, optimizers: Sequence[Any]) -> Mapping[str, Any]:
+    found = (optimizer.state.get(parameter) for optimizer in optimizers)
+    return next((state for state in found if isinstance(state, Mapping)), {})
 
 
 def _raise_if_apart(shards: Sequence[Shard], differs: float) -> None:

@@ -33,7 +33,7 @@ def alone(state, bucket):  # DDP's own reduction reads an answer that the fake g
 
 def made(engine):
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
-    if engine == "ddp":
+    if engine in ("ddp", "two optimizers"):
         model = torch.nn.parallel.DistributedDataParallel(model)
         model.register_comm_hook(None, alone)
     elif engine == "fsdp2":
@@ -43,11 +43,16 @@ def made(engine):
     return model
 
 def count(engine):
-    model = made(engine)
+    model, options, rules = made(engine), {}, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if engine == "two optimizers":  # of a stage of a pipeline
+        parameters = list(model.parameters())
+        optimizer = [torch.optim.SGD(parameters[::2], lr=0.1), torch.optim.AdamW(parameters[1::2])]
+        options, rules = {"process_group": "world"}, [dh.SkipSpike()]
     watched = [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.NonFinite()]
     start = time.process_time()
-    watch = dh.gradients(model, optimizer, rules=[dh.ClipValue(1.0), dh.ClipNorm(1.0)], stats=watched, every=1)
+    rules += [dh.ClipValue(1.0), dh.AdaGC(), dh.only("*", dh.Scale(1.0))]
+    watch = dh.gradients(model, optimizer, rules=rules, stats=watched, every=1, **options)
     seconds = time.process_time() - start
     true = dist.all_reduce
 
@@ -59,13 +64,15 @@ def count(engine):
     for _ in range(2):
         calls = []
         model(torch.ones(2, 16)).sum().backward()
+        watch.note_loss(1.0)
         dist.all_reduce = counted
-        optimizer.step()
+        for each in watch.optimizers:
+            each.step()
         dist.all_reduce = true
     report = watch.report()
     return {"calls": calls, "ranks": len(report.ranks), "bytes": report.bytes[1], "seconds": seconds}
 
-print(json.dumps({engine: count(engine) for engine in ("ddp", "fsdp2", "hsdp")}))
+print(json.dumps({engine: count(engine) for engine in ("ddp", "fsdp2", "hsdp", "two optimizers")}))
 """
 
 

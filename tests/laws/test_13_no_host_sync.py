@@ -39,6 +39,8 @@ RULES: list[list[Any]] = [
     [dh.SkipNonFinite(max_consecutive=3), dh.ClipAdaptive(), dh.ClipPercentile(window=5), dh.ClipZScore(max_norm=1.0)],
     [dh.ClipZScore(to="mean"), dh.ClipZScore(to="threshold"), dh.only("embed.*", dh.Freeze(until=1))],
     [dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1)],
+    [dh.SkipSpike(loss=False), dh.AdaGC(warmup_steps=1), dh.ClipNorm({0: 2.0, 5: 1.0})],
+    [dh.only("mid.*", dh.ClipUpdate(least=2)), dh.only("embed.*", dh.ClipUpdate(ratio=0.1, by="parameter"))],
     [dh.only("embed.*", dh.Noise(0.1, alike=False), at="local"), dh.only("mid.*", dh.Sanitize(), at="local")],
 ]
 
@@ -121,7 +123,7 @@ STATS += [stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(pe
 
 STATS += [stats.Updates(), stats.Spread(), stats.NoiseScale(), stats.Agreement("head.*")]
 STATS += [stats.Updates(per_parameter=True), stats.RankMaxAbs(per_parameter=True), stats.Loss(), stats.Times()]
-STATS += [stats.Activations(), stats.Fingerprints()]
+STATS += [stats.Activations(), stats.Fingerprints(), stats.SpikeScore(), stats.OptimizerState()]
 
 
 @pytest.mark.parametrize("stat", STATS, ids=str)

@@ -57,6 +57,43 @@ def test_a_step_that_is_left_out_changes_nothing(kind: str) -> None:
     assert not same(seen[0], list(net().parameters()))
 
 
+LEAVING = {
+    "a spike of the loss": dh.SkipSpike(least=2, window=4, norm=False),
+    "a spike of the norm": dh.SkipSpike(sigmas=1000.0, least=3, window=4, loss=False),
+    "an update that is undone": dh.ClipUpdate(sigmas=None, ratio=1e9, undo=True),
+}
+
+
+@pytest.mark.parametrize("rule", LEAVING)
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_spike_that_is_left_out_changes_nothing(kind: str, rule: str) -> None:
+    """The fourth step is the spike: of the loss, of the gradients, or an update that is not finite."""
+    model, other = net(), net()
+    optimizer, plain = MAKE[kind](model.parameters()), MAKE[kind](other.parameters())
+    seen: list[Any] = []
+    with dh.gradients(model, optimizer, rules=[LEAVING[rule]], sinks=[seen.append], every=1) as watch:
+        for step in range(5):
+            is_spike = step == 3
+            backward(model, 0.1 * step)
+            watch.note_loss(100.0 if is_spike and "loss" in rule else 1.0 + 0.01 * (step % 2))
+            for parameter in model.parameters() if is_spike else ():
+                parameter.grad.mul_(math.nan if "update" in rule else 1e6 if "norm" in rule else 1.0)  # type: ignore[union-attr]
+            before = everything(model, optimizer)
+            optimizer.step()
+            has_spike = is_spike and (kind, rule) != ("Rprop", "an update that is undone")  # NaN has no sign
+            if has_spike:
+                assert same(everything(model, optimizer)[:4], before[:4])
+            backward(other, 0.1 * step)
+            for parameter in other.parameters() if is_spike and not has_spike else ():
+                parameter.grad.mul_(math.nan)  # type: ignore[union-attr]
+            if not has_spike:
+                plain.step()
+    left_out = [record["update_clipped"] if "update" in rule else record["spike"] for record in seen]
+    assert left_out[:3] == [0, 0, 0]
+    assert left_out[3] == 1 or kind == "Rprop"
+    assert same(everything(model, optimizer)[:4], everything(other, plain)[:4])
+
+
 @pytest.mark.parametrize("kind", MAKE)
 def test_parameters_that_rest_keep_value_and_state(kind: str) -> None:
     model = net()

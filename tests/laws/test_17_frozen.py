@@ -45,9 +45,11 @@ STAGES: dict[str, Callable[[], Any]] = {
     "Recompute": lambda: dh.Recompute(),
 }
 RULES: dict[str, Callable[[], Any]] = {
+    "AdaGC": lambda: dh.AdaGC(warmup_steps=1),
     "ClipAdaptive": lambda: dh.ClipAdaptive(),
     "ClipNorm": lambda: dh.ClipNorm(1.0),
     "ClipPercentile": lambda: dh.ClipPercentile(window=3),
+    "ClipUpdate": lambda: dh.ClipUpdate(ratio=0.01, undo=True),
     "ClipValue": lambda: dh.ClipValue(0.1),
     "ClipZScore": lambda: dh.ClipZScore(warmup_steps=2),
     "Freeze": lambda: dh.only("norm.*", dh.Freeze(until=1)),
@@ -55,6 +57,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "Sanitize": lambda: dh.Sanitize(),
     "Scale": lambda: dh.Scale(0.5),
     "SkipNonFinite": lambda: dh.SkipNonFinite(),
+    "SkipSpike": lambda: dh.SkipSpike(loss=False, least=2),
     "only": lambda: dh.only("*.bias", dh.ClipNorm(0.5)),
 }
 STATS: dict[str, Callable[[], Any]] = {
@@ -66,6 +69,8 @@ STATS: dict[str, Callable[[], Any]] = {
         "Moments",
         "NonFinite",
         "Norm",
+        "OptimizerState",
+        "SpikeScore",
         "Spread",
         "Updates",
         "Weights",

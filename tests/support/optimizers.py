@@ -120,7 +120,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))  # Muon has no biases
 
 
-def backward(model: nn.Module, step: int, spoiled: bool = False) -> None:
+def backward(model: nn.Module, step: float, spoiled: bool = False) -> None:
     model.zero_grad()
     model(torch.linspace(-1, 1, 6).view(2, 3) + step).square().sum().backward()
     if spoiled:

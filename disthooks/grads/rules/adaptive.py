@@ -16,7 +16,7 @@ import torch
 from disthooks._registry import register
 from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.rules.base import Rule, State, Work, number
+from disthooks.grads.rules.base import Rule, State, Work, check_count, check_positive, number
 from disthooks.grads.rules.clip import clip_to
 from disthooks.grads.stats.base import Measure, onto, wide
 from disthooks.grads.stats.elements import UnitSquares, pieces
@@ -64,7 +64,7 @@ class ClipPercentile(Rule):
     def __post_init__(self) -> None:
         if not number(self.percentile) or not 0 <= self.percentile <= 100:
             raise UsageError(f"ClipPercentile(percentile={self.percentile!r}): a number from 0 to 100 is needed")
-        _check_count("ClipPercentile", "window", self.window)
+        check_count(self, "window", 1)
         Power(self.norm_type)
 
     def measures(self) -> tuple[Measure, ...]:
@@ -168,11 +168,9 @@ class ClipZScore(Rule):
     def __post_init__(self) -> None:
         if not number(self.alpha) or not 0 <= self.alpha < 1:
             raise UsageError(f"ClipZScore(alpha={self.alpha!r}): a number from 0 to below 1 is needed")
-        limit = () if self.max_norm is None else (("max_norm", self.max_norm),)
-        for name, value in (("z_thresh", self.z_thresh), ("eps", self.eps), *limit):
-            if not number(value) or value <= 0:
-                raise UsageError(f"ClipZScore({name}={value!r}): a positive, finite number is needed")
-        _check_count("ClipZScore", "warmup_steps", self.warmup_steps)
+        for name in ("z_thresh", "eps", *([] if self.max_norm is None else ["max_norm"])):
+            check_positive(self, name)
+        check_count(self, "warmup_steps", 1)
         if self.to not in ("adaptive", "mean", "threshold"):
             raise UsageError(f"ClipZScore(to={self.to!r}): 'adaptive', 'mean' or 'threshold'")
         Power(self.norm_type)
@@ -222,11 +220,6 @@ class ClipZScore(Rule):
         work.log.update({f"{name}_mean": mean_before, f"{name}_std": std_before, f"{name}_z": z})
 
 
-def _check_count(rule: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{rule}({name}={value!r}): an int of at least 1 is needed")
-
-
 @register("rule")
 @dataclass(frozen=True)
 class ClipAdaptive(Rule):
@@ -270,9 +263,8 @@ class ClipAdaptive(Rule):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name, value in (("clipping", self.clipping), ("eps", self.eps)):
-            if not number(value) or value <= 0:
-                raise UsageError(f"ClipAdaptive({name}={value!r}): a positive, finite number is needed")
+        check_positive(self, "clipping")
+        check_positive(self, "eps")
 
     def measures(self) -> tuple[Measure, ...]:
         return UnitSquares("gradient"), UnitSquares("parameter")

@@ -64,6 +64,10 @@ class Work:
         skips: decisions to leave the step out; bools without dimensions, on the device.
         excluded: parameters that the optimizer is not to move in this step.
         deferred_errors: numbers that may make the next step raise, and for each the function that raises.
+        events: bools without dimensions, and for each the numbers that are recorded if it is true, logged step or not.
+        parameters: for a rule that acts after the update, this rank's part of each parameter, to be changed in place.
+        before: for such a rule, the same from before the update.
+        undo: for such a rule, decisions to undo the step; bools without dimensions.
     """
 
     shards: Sequence[Shard]
@@ -76,6 +80,10 @@ class Work:
     skips: list[torch.Tensor] = field(default_factory=list)
     excluded: list[Shard] = field(default_factory=list)
     deferred_errors: list[tuple[torch.Tensor, Callable[[float], None]]] = field(default_factory=list)
+    events: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = field(default_factory=list)
+    parameters: Sequence[torch.Tensor] = ()
+    before: Sequence[torch.Tensor | None] = ()
+    undo: list[torch.Tensor] = field(default_factory=list)
 
     def present(self) -> Iterator[tuple[Shard, torch.Tensor]]:
         """The parameters of which this rank has elements, and their gradients."""
@@ -112,11 +120,18 @@ class Rule:
         rewrites: whether it changes gradients; a later rule then measures them anew.
         excludes: whether it may keep single parameters from the optimizer.
         can_be_local: whether it can be applied at "local", to one gradient of one rank.
+        after: whether it acts after the optimizer's update, on parameters; its measures are taken then.
+        undo: whether such a rule may undo the step, so that the optimizer's state has to be copied before.
+        by_parameter: the names of the tensors in its state whose last dimension is that of its parameters. They are
+            saved with the names of the parameters, and restored in whatever order these are then.
     """
 
     rewrites: ClassVar[bool] = True
     excludes: ClassVar[bool] = False
     can_be_local: ClassVar[bool] = False
+    after: ClassVar[bool] = False
+    undo: bool = False
+    by_parameter: ClassVar[frozenset[str]] = frozenset()
 
     def measures(self) -> tuple[Measure, ...]:
         """The measures whose numbers it needs, merged over all ranks, before it can rewrite gradients."""
@@ -232,6 +247,20 @@ def number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_positive(rule: Rule, name: str) -> None:
+    """Raise UsageError unless the argument ``name`` of ``rule`` is a positive, finite number."""
+    value = getattr(rule, name)
+    if not number(value) or value <= 0:
+        raise UsageError(f"{type(rule).__name__}({name}={value!r}): a positive, finite number is needed")
+
+
+def check_count(rule: Rule, name: str, least: int) -> None:
+    """Raise UsageError unless the argument ``name`` of ``rule`` is an int of at least ``least``."""
+    value = getattr(rule, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{type(rule).__name__}({name}={value!r}): an int of at least {least} is needed")
+
+
 def named(shards: Iterable[Shard]) -> str:
     """The first few names, for an error message."""
     names = [shard.name for shard in shards]
@@ -258,6 +287,18 @@ class Only(Rule):
     @property
     def excludes(self) -> bool:  # type: ignore[override]
         return self.rule.excludes
+
+    @property
+    def after(self) -> bool:  # type: ignore[override]
+        return self.rule.after
+
+    @property
+    def undo(self) -> bool:  # type: ignore[override]
+        return self.rule.undo
+
+    @property
+    def by_parameter(self) -> frozenset[str]:  # type: ignore[override]
+        return self.rule.by_parameter
 
     def measures(self) -> tuple[Measure, ...]:
         return self.rule.measures()

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -96,7 +97,9 @@ class ClipNorm(Rule):
     for each group: they share a round of collectives.
 
     Args:
-        max_norm: the largest norm; positive and finite.
+        max_norm: the largest norm; positive and finite. A dict of steps and norms is a schedule:
+            ``{0: 5.0, 1000: 1.0}`` goes from 5 to 1 in the first thousand steps in equal parts, and stays at 1. A
+            function of the step must return the same on every rank. Steps are those that the attachment has counted.
         norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
         by: "all" for one norm of all gradients together; "parameter" for a norm of each parameter.
 
@@ -113,13 +116,19 @@ class ClipNorm(Rule):
     tensor([[0.6000, 0.8000]])
     """
 
-    max_norm: float
+    max_norm: float | Mapping[int, float] | Callable[[int], float]
     norm_type: float = 2.0
     by: Literal["all", "parameter"] = "all"
 
     def __post_init__(self) -> None:
-        if not number(self.max_norm) or self.max_norm <= 0:
-            raise UsageError(f"ClipNorm(max_norm={self.max_norm!r}): a positive, finite number is needed")
+        if not callable(self.max_norm):
+            norms = [*self.max_norm.values()] if isinstance(self.max_norm, Mapping) else [self.max_norm]
+            steps = [*self.max_norm] if isinstance(self.max_norm, Mapping) else [0]
+            if not norms or not all(number(n) and n > 0 for n in norms) or not all(type(s) is int for s in steps):
+                raise UsageError(
+                    f"ClipNorm(max_norm={self.max_norm!r}): a positive, finite number is needed, or a dict of steps "
+                    "and such numbers, {0: 5.0, 1000: 1.0}"
+                )
         if self.by not in ("all", "parameter"):
             raise UsageError(f"ClipNorm(by={self.by!r}): 'all' for one norm, or 'parameter' for one each")
         Power(self.norm_type)
@@ -133,22 +142,22 @@ class ClipNorm(Rule):
 
     def rewrite(self, work: Work) -> None:
         # See [Note: clipping multiplies in any case].
-        power, (values,) = self._power(), work.values
+        power, (values,), max_norm = self._power(), work.values, at_step(self.max_norm, work.step)
         whole = power.norm(values, dim=0)
         if self.by == "all":
-            clip_to(work, self.norm_type, whole, self.max_norm)
+            clip_to(work, self.norm_type, whole, max_norm)
             return
         each = power.each(values)
-        factors = factor_to(self.max_norm, each)
+        factors = factor_to(max_norm, each)
         scale_each(work, factors)
         # The norm after clipping follows from the norms of the parameters, so nothing is measured again.
         after = scaled_norm(each * factors, float(self.norm_type))
-        _log(work, self.norm_type, whole, after, factors.amin())
+        log_clipped(work, self.norm_type, whole, after, factors.amin())
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         check_whole(self, shard, grad)
         (norm,) = norms([grad], self.norm_type)
-        return grad * factor_to(self.max_norm, norm.to(wide(grad.dtype)))
+        return grad * factor_to(at_step(self.max_norm, batch.step), norm.to(wide(grad.dtype)))
 
     def local_error(self) -> str:
         # A local rule sees one gradient at a time, so it knows the norm of one parameter, but not that of all of them.
@@ -156,6 +165,29 @@ class ClipNorm(Rule):
 
     def _power(self) -> Power:
         return Power(float(self.norm_type))
+
+
+def at_step(schedule: float | Mapping[int, float] | Callable[[int], float], step: int) -> float:
+    """The number of a schedule at ``step``; between two steps of a dict it changes in equal parts.
+
+    Raises:
+        UsageError: when a function returns no positive, finite number.
+
+    >>> [at_step({10: 4.0, 20: 2.0}, step) for step in (0, 15, 30)]
+    [4.0, 3.0, 2.0]
+    """
+    if callable(schedule):
+        found = schedule(step)
+        if not number(found) or found <= 0:
+            raise UsageError(f"max_norm: {schedule!r} gave {found!r} at step {step}: a positive number is needed")
+        return float(found)
+    if not isinstance(schedule, Mapping):
+        return schedule
+    steps = sorted(schedule)
+    place = bisect.bisect(steps, step)
+    first, last = steps[max(place - 1, 0)], steps[min(place, len(steps) - 1)]
+    share = (step - first) / (last - first) if first < step and last > first else 0.0
+    return schedule[first] + share * (schedule[last] - schedule[first])
 
 
 def factor_to(limit: float | torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -174,10 +206,11 @@ def clip_to(work: Work, norm_type: float, norm: torch.Tensor, limit: float | tor
     """Scale all gradients, whose norm together is ``norm``, to at most ``limit``; log the norms and the factor."""
     factor = factor_to(limit, norm)
     scale(work, factor)
-    _log(work, norm_type, norm, norm * factor, factor)
+    log_clipped(work, norm_type, norm, norm * factor, factor)
 
 
-def _log(work: Work, norm_type: float, before: torch.Tensor, after: torch.Tensor, ratio: torch.Tensor) -> None:
+def log_clipped(work: Work, norm_type: float, before: torch.Tensor, after: torch.Tensor, ratio: torch.Tensor) -> None:
+    """Log the norm of all gradients before and after a rule, and the factor or the smallest factor."""
     # If an earlier rule changed the gradients, `before` is not the norm that the engine gave, so it is not logged.
     name = norm_label(norm_type)
     work.log.update(({name: before} if work.fresh else {}) | {f"{name}_clipped": after, "clip_ratio": ratio})

@@ -11,8 +11,8 @@ import torch
 
 from disthooks._registry import register
 from disthooks.engines.base import Shard
-from disthooks.errors import NonFiniteError, UsageError
-from disthooks.grads.rules.base import Rule, State, Work
+from disthooks.errors import NonFiniteError
+from disthooks.grads.rules.base import Rule, State, Work, check_count
 from disthooks.grads.stats.across_ranks import NonFiniteUnreduced
 from disthooks.grads.stats.base import Measure
 from disthooks.grads.stats.norms import Power
@@ -62,7 +62,8 @@ class SkipNonFinite(Rule):
     max_consecutive: int | None = None
 
     def __post_init__(self) -> None:
-        _check_steps("SkipNonFinite", "max_consecutive", self.max_consecutive, 0)
+        if self.max_consecutive is not None:
+            check_count(self, "max_consecutive", 0)
 
     def measures(self) -> tuple[Measure, ...]:
         # The norm sees every element that is reduced. Gradients that no engine reduces may be NaN on one rank alone, so
@@ -138,7 +139,8 @@ class Freeze(Rule):
     until: int | None = None
 
     def __post_init__(self) -> None:
-        _check_steps("Freeze", "until", self.until, 1)
+        if self.until is not None:
+            check_count(self, "until", 1)
 
     def rewrite(self, work: Work) -> None:
         if self.until is None or work.step < self.until:
@@ -146,8 +148,3 @@ class Freeze(Rule):
 
     def local_error(self) -> str:
         return f"{self!r} keeps parameters from the optimizer's step; leave at='local' out"
-
-
-def _check_steps(rule: str, name: str, value: object, least: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise UsageError(f"{rule}({name}={value!r}): None, or an int of at least {least}")

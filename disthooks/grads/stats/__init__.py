@@ -9,6 +9,8 @@ from disthooks.grads.stats.elements import Extremes, Histogram, Moments, Zeros
 from disthooks.grads.stats.fingerprints import Fingerprints
 from disthooks.grads.stats.forward import Activations, Loss, Times
 from disthooks.grads.stats.norms import MaxAbs, NonFinite, Norm
+from disthooks.grads.stats.optimizer_state import OptimizerState
+from disthooks.grads.stats.spikes import SpikeScore
 from disthooks.grads.stats.updates import Updates, Weights
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "NoiseScale",
     "NonFinite",
     "Norm",
+    "OptimizerState",
     "RankMaxAbs",
+    "SpikeScore",
     "Spread",
     "Stat",
     "Times",

@@ -125,6 +125,7 @@ class Local(NamedTuple):
         scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
         forward: what forwards have left; None in a step that is not logged.
         step: how many steps there were before.
+        states: what the optimizer keeps of each parameter; empty until the step is made.
         computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
             float64 tensor on ``device`` with one number for each parameter.
         computed_counts: the counts of magnitudes that were made by the same reading, for the measure that asked for
@@ -143,6 +144,7 @@ class Local(NamedTuple):
     scale: torch.Tensor | None = None
     forward: ForwardFacts | None = None
     step: int = 0
+    states: Sequence[Mapping[str, Any]] = ()
     computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
     computed_counts: Mapping[Measure, torch.Tensor] = MappingProxyType({})
 
@@ -152,7 +154,7 @@ class Local(NamedTuple):
             return self
         picked: dict[str, Any] = {
             name: [entries[i] for i in indices] if (entries := getattr(self, name)) else ()
-            for name in ("shards", "grads", "local_stats", "unreduced", "before")
+            for name in ("shards", "grads", "local_stats", "unreduced", "before", "states")
         }
         facts = {fact: take(values, indices) for fact, values in self.computed_facts.items()}
         return self._replace(**picked, computed_facts=facts, computed_counts={})
@@ -171,6 +173,7 @@ class Measure:
         local_facts: the facts that it needs of the gradients before their reduction.
         after: whether it reads the parameters after the optimizer step.
         before: whether it then needs the parameters from before the step, too.
+        needs_states: whether it then needs what the optimizer keeps.
     """
 
     merge: ClassVar[Merge]
@@ -179,6 +182,7 @@ class Measure:
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset()
     after: ClassVar[bool] = False
     before: ClassVar[bool] = False
+    needs_states: ClassVar[bool] = False
 
     def width(self, shard: Shard | None) -> int:
         """How many numbers there are for the parameter of ``shard``; if it is None, for a scope, a module, the step."""
@@ -354,6 +358,10 @@ class Stat:
     def forward_needs(self) -> ForwardNeeds:
         """What it needs of forwards; nothing, unless it is a statistic of forwards."""
         return ForwardNeeds()
+
+    def rule(self) -> Any:
+        """A rule that looks at each step for it, and changes nothing; None if it needs none."""
+        return None
 
     def always(self) -> tuple[Measure, ...]:
         """Those of :meth:`measures` that are taken in every step, logged or not."""

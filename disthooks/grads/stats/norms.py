@@ -156,6 +156,8 @@ class Power(Measure):
 
 def squares(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
     """For each tensor the sum of the squares of its elements: a float64 vector on ``device``; 0 for None."""
+    if all(tensor is None for tensor in tensors):
+        return torch.zeros(len(tensors), dtype=torch.float64, device=device)
     if all(tensor is None or tensor.is_cpu for tensor in tensors):
         return _on_cpu(tensors).to(device)
     return stack(tensors, lambda found: norms(found, 2.0), device).square()

@@ -1,0 +1,72 @@
+"""``History``: the last numbers of a rule, kept on the device, and the limit that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from disthooks.grads.rules.base import State
+
+
+@dataclass(frozen=True)
+class History:
+    """The numbers of the last steps, and the limit ``mean + sigmas * std`` of the next one.
+
+    The tensors are in the state of a rule, under names that begin with the name of the number. There may be one number
+    or one for each parameter. Nothing waits for the device; see [Note: no host sync] in grads/records.py.
+
+    Attributes:
+        window: how many numbers are kept of each; when a new one comes, the oldest is forgotten.
+        least: how many there must be before there is a limit.
+        sigmas: how many standard deviations the limit is above the mean. They are divided by n - 1.
+
+    >>> history, state = History(window=3, least=2, sigmas=2.0), {}
+    >>> state = history.start("norm", (), torch.device("cpu"))
+    >>> for number in (9.0, 1.0, 2.0, 3.0):
+    ...     history.push(state, "norm", torch.tensor(number, dtype=torch.float64), torch.tensor(True))
+    >>> history.limit(state, "norm")
+    tensor(4., dtype=torch.float64)
+    """
+
+    window: int
+    least: int
+    sigmas: float
+
+    def start(self, name: str, shape: tuple[int, ...], device: torch.device) -> State:
+        """An empty history of one number, for ``shape=()``, or of several."""
+        return {
+            f"{name}_history": torch.zeros(self.window, *shape, dtype=torch.float64, device=device),
+            f"{name}_count": torch.zeros(shape, dtype=torch.int64, device=device),
+        }
+
+    def mean(self, state: State, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean and the standard deviation; NaN if there are too few numbers."""
+        numbers, count = state[f"{name}_history"], state[f"{name}_count"].clamp(max=self.window)
+        is_there = self._places(numbers) < count
+        mean = numbers.sum(0) / count
+        deviations = torch.where(is_there, numbers - mean, 0.0)
+        return mean, (deviations.square().sum(0) / (count - 1)).sqrt()
+
+    def limit(self, state: State, name: str, least_ratio: float = 0.0) -> torch.Tensor:
+        """The largest number that is no spike; infinity while there are fewer than ``least`` numbers.
+
+        Args:
+            state: the state of the rule.
+            name: the name of the number.
+            least_ratio: how many times the mean the limit is at least.
+        """
+        mean, deviation = self.mean(state, name)
+        limit = torch.maximum(mean + self.sigmas * deviation, least_ratio * mean)
+        return torch.where(state[f"{name}_count"] >= self.least, limit, torch.inf)
+
+    def push(self, state: State, name: str, number: torch.Tensor, is_valid: torch.Tensor) -> None:
+        """Put ``number`` into the history, where ``is_valid`` is true."""
+        numbers, count = state[f"{name}_history"], state[f"{name}_count"]
+        # Only the device knows the count, so it is compared with all places.
+        is_here = (self._places(numbers) == count % self.window) & is_valid
+        numbers.copy_(torch.where(is_here, number, numbers))
+        count.add_(is_valid)
+
+    def _places(self, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.arange(self.window, device=numbers.device).view(-1, *[1] * (numbers.ndim - 1))

@@ -1,0 +1,361 @@
+"""AdaGC, SkipSpike, ClipUpdate, a schedule of ClipNorm, SpikeScore and OptimizerState, beside numpy and the papers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks import stats
+from disthooks.errors import AttachError, UsageError
+from tests.support.engines import close
+from tests.support.rules import normed
+
+
+def model_of(values: Sequence[float]) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in values])
+
+
+# --- AdaGC
+
+
+def adagc(steps: Sequence[Sequence[float]], ratio: float, beta: float, warm: int, limit: float) -> list[list[float]]:
+    """The paper's algorithm on norms alone: what each is clipped to."""
+    average = [math.inf] * len(steps[0])
+    found = []
+    for step, norms in enumerate(steps):
+        whole = math.sqrt(sum(norm**2 for norm in norms))
+        clipped = []
+        for i, norm in enumerate(norms):
+            if step < warm:
+                new = norm * min(1.0, limit / (whole + 1e-6))
+            else:
+                new = norm * min(1.0, ratio * average[i] / (norm + 1e-6))
+            if norm:
+                average[i] = (
+                    new
+                    if math.isinf(average[i])
+                    else min(average[i], new)
+                    if step < warm
+                    else beta * average[i] + (1 - beta) * new
+                )
+            clipped.append(new)
+        found.append(clipped)
+    return found
+
+
+STEPS = [[1.0, 2.0, 0.0], [3.0, 0.5, 0.0], [9.0, 0.6, 2.0], [1.2, 8.0, 5.0], [0.0, 3.0, 0.1], [4.0, 0.1, 4.0]]
+
+
+@pytest.mark.parametrize("warm", [1, 2, 4])
+def test_adagc_is_the_papers(warm: int) -> None:
+    model = model_of([1.0, 1.0, 1.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    expected = adagc(STEPS, 1.05, 0.9, warm, 1.0)
+    with dh.gradients(model, optimizer, rules=[dh.AdaGC(1.05, 0.9, warm, 1.0)], every=1) as watch:
+        for norms, clipped in zip(STEPS, expected, strict=True):
+            for parameter, norm in zip(model, norms, strict=True):  # the third has no gradient at first
+                parameter.grad = torch.tensor([-norm], dtype=torch.float64) if norm else None
+            optimizer.step()
+            watch.flush()
+            found = [0.0 if parameter.grad is None else float(-parameter.grad) for parameter in model]
+            assert close(found, clipped, 1e-12)
+            assert close(watch.latest["grad_norm"], math.sqrt(sum(n**2 for n in norms)), 1e-12)
+            assert close(watch.latest["grad_norm_clipped"], math.sqrt(sum(n**2 for n in clipped)), 1e-12)
+
+
+def test_a_norm_that_is_not_finite_does_not_enter_the_average() -> None:
+    norms = [1.0, 2.0, math.nan, math.inf, 30.0]
+    clean = normed(dh.AdaGC(warmup_steps=1), [1.0, 2.0, 30.0])
+    found = normed(dh.AdaGC(warmup_steps=1), norms)
+    assert found[4][0] == clean[2][0]
+    assert math.isnan(found[2][0])
+
+
+# --- SkipSpike
+
+
+def spikes(numbers: Sequence[float], sigmas: float, window: int, least: int) -> list[bool]:
+    seen: list[float] = []
+    found = []
+    for number in numbers:
+        last = seen[-window:]
+        limit = np.mean(last) + sigmas * np.std(last, ddof=1) if len(last) >= least else math.inf
+        found.append(not (math.isfinite(number) and number <= limit))
+        if math.isfinite(number):
+            seen.append(min(number, float(limit)))
+    return found
+
+
+def _numbers(count: int) -> list[float]:
+    numbers = (2.0 + np.random.default_rng(0).standard_normal(count) * 0.1).tolist()
+    for place, value in ((30, 9.0), (31, 9.0), (50, math.nan), (60, 2.9), (61, 3.1), (62, 3.2), (3, 8.0)):
+        numbers[place] = value
+    return numbers
+
+
+def test_a_spike_of_the_loss_is_numpys() -> None:
+    losses = _numbers(80)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    rules = [dh.SkipSpike(sigmas=4.0, window=20, least=8, norm=False)]
+    with dh.gradients(model, optimizer, rules=rules, sinks=[seen.append], every=1) as watch:
+        for loss in losses:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            watch.note_loss(torch.tensor(loss, dtype=torch.float64) + 0.5)
+            watch.note_loss(loss - 0.5)  # of a second micro-batch
+            before = model.weight.item()
+            optimizer.step()
+            watch.flush()
+            assert (model.weight.item() == before) == bool(watch.latest["spike"])
+    expected = spikes(losses, 4.0, 20, 8)
+    assert [bool(record["spike"]) for record in seen] == expected
+    assert 3 <= sum(expected) < 10
+    assert seen[-1]["spikes_total"] == sum(expected)
+    assert seen[31]["spikes_in_a_row"] == 2
+
+
+def test_a_spike_of_the_norm_is_numpys() -> None:
+    found = normed(dh.SkipSpike(sigmas=4.0, window=20, least=8, loss=False), _numbers(80))
+    assert [bool(log["spike"]) for _, log in found] == spikes(_numbers(80), 4.0, 20, 8)
+
+
+def test_a_spike_is_in_the_log_in_any_case() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    rules = [dh.SkipNonFinite(), dh.SkipSpike(least=4)]
+    with dh.gradients(model, optimizer, rules=rules, sinks=[seen.append], every=50) as watch:
+        for step in range(12):
+            model(torch.ones(1, 1)).sum().backward()
+            watch.note_loss(30.0 if step == 7 else 1.0 + 0.1 * (step % 2))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [record["step"] for record in seen] == [0, 7]
+    assert (seen[1]["spike"], seen[1]["loss"]) == (1.0, 30.0)
+    assert seen[1]["loss_limit"] < 2.0
+    assert "nonfinite_params" not in seen[1]
+    assert watch.nonfinite_steps == 0
+
+
+def test_a_loss_that_nobody_hands_in_is_an_error() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.SkipSpike()]):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match=r"watch\.note_loss\(loss\) after forward"):
+            optimizer.step()
+
+
+def test_too_many_spikes_in_a_row_are_an_error() -> None:
+    with pytest.raises(UsageError, match="3 steps in a row, 5 to 7"):
+        normed(dh.SkipSpike(sigmas=1.0, least=2, loss=False, max_consecutive=2), [1, 1.1, 1, 1.1, 1, 9, 99, 999, 9999])
+
+
+# --- SpikeScore
+
+
+def test_spike_score_is_the_share_of_spikes() -> None:
+    norms = _numbers(80)
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    score = stats.SpikeScore(sigmas=4.0, window=20, least=8)
+    with dh.gradients(nn.ParameterList([weight]), optimizer, stats=[score], every=50) as watch:
+        for norm in norms:
+            weight.grad = torch.tensor([norm], dtype=torch.float64)
+            optimizer.step()
+        watch.flush()
+        assert watch.latest["step"] == 50
+        so_far = spikes(norms, 4.0, 20, 8)[:51]
+        assert close(watch.latest["spike_score"], sum(so_far) / 51, 1e-12)
+        assert close(watch.latest["spike_score_total"], sum(so_far) / 51, 1e-12)
+
+
+# --- ClipUpdate
+
+
+@pytest.mark.parametrize("by", ["all", "parameter"])
+def test_an_update_is_scaled_to_the_limit_of_its_history(by: Any) -> None:
+    moves = [[0.1, 0.2], [0.12, 0.18], [0.1, 0.2], [0.11, 5.0], [0.1, 0.2], [2.0, 0.2]]
+    model = model_of([1.0, -1.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rule = dh.ClipUpdate(sigmas=3.0, window=4, least=3, tolerance=1.2, by=by)
+    seen: list[Any] = []
+    kept: list[list[float]] = []
+    with dh.gradients(model, optimizer, rules=[rule], sinks=[seen.append], every=1):
+        for move in moves:
+            before = [float(parameter) for parameter in model]
+            for parameter, size in zip(model, move, strict=True):
+                parameter.grad = torch.full_like(parameter, size)
+            optimizer.step()
+            kept.append([was - float(parameter) for was, parameter in zip(before, model, strict=True)])
+    histories: list[list[float]] = [[]] if by == "all" else [[], []]
+    for move, found, record in zip(moves, kept, seen, strict=True):
+        norms = [math.hypot(*move)] if by == "all" else move
+        factors = []
+        for norm, history in zip(norms, histories, strict=True):
+            last = history[-4:]
+            limit = math.inf
+            if len(last) >= 3:
+                mean = statistics.fmean(last)
+                limit = max(mean + 3.0 * statistics.stdev(last), 1.2 * mean)
+            factors.append(min(1.0, limit / norm))
+            history.append(min(norm, limit))
+        scaled = [size * factors[min(i, len(factors) - 1)] for i, size in enumerate(move)]
+        assert close(found, scaled, 1e-9)
+        assert close(record["update_norm"], math.hypot(*move), 1e-9)
+        assert close(record["update_clipped"], sum(factor < 1 for factor in factors) / len(factors), 1e-12)
+        assert close(record["update_clip_ratio"], min(factors), 1e-9)
+    assert [record["update_clipped"] > 0 for record in seen] == [False, False, False, True, False, True]
+
+
+def test_an_update_is_scaled_to_a_ratio_of_the_weights() -> None:
+    model = model_of([4.0, 0.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipUpdate(sigmas=None, ratio=0.5, by="parameter", eps=0.1)]):
+        for parameter, grad in zip(model, (-3.0, 1.0), strict=True):
+            parameter.grad = torch.full_like(parameter, grad)
+        optimizer.step()
+    assert close([float(parameter) for parameter in model], [6.0, -0.05], 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_update_within_its_limit_keeps_its_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(30, 30).to(dtype) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    rule = dh.only("weight", dh.ClipUpdate(sigmas=None, ratio=1e-4))
+    with dh.gradients(models[0], optimizers[0], rules=[rule]):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert torch.equal(models[0].bias, models[1].bias)
+    assert not torch.equal(models[0].weight, models[1].weight)
+
+
+def test_an_update_that_is_not_finite_is_taken_back() -> None:
+    model = model_of([1.0, 2.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipUpdate()]):
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, math.inf)
+        optimizer.step()
+    assert [float(parameter) for parameter in model] == [1.0, 2.0]
+
+
+def test_two_rules_for_one_update_are_refused() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="both act on the update of 'weight'"):
+        dh.gradients(model, optimizer, rules=[dh.only("weight", dh.ClipUpdate()), dh.ClipUpdate(ratio=0.1)])
+
+
+# --- A schedule, and state by name
+
+
+def test_a_schedule_of_the_norm() -> None:
+    for rule in (dh.ClipNorm({0: 4.0, 2: 2.0}), dh.ClipNorm(lambda step: max(2.0, 4.0 - step))):
+        found = [norm for norm, _ in normed(rule, [10.0] * 4)]
+        assert close(found, [4.0, 3.0, 2.0, 2.0], 1e-6)
+
+
+@pytest.mark.parametrize("schedule", [{}, {0: -1.0}, {"a": 1.0}, {0.5: 1.0}])
+def test_a_wrong_schedule_is_refused(schedule: Any) -> None:
+    with pytest.raises(UsageError, match="a dict of steps"):
+        dh.ClipNorm(schedule)
+    with pytest.raises(UsageError, match="gave 0 at step 0"):
+        normed(dh.ClipNorm(lambda step: 0), [1.0])
+
+
+@pytest.mark.parametrize("rule", [dh.AdaGC(warmup_steps=1), dh.ClipUpdate(by="parameter", least=2)])
+def test_state_is_by_the_names_of_parameters(rule: Any) -> None:
+    """It is loaded into a model that has the same parameters in another order."""
+
+    class Pair(nn.Module):
+        def __init__(self, names: Sequence[str]) -> None:
+            super().__init__()
+            for name in names:
+                setattr(self, name, nn.Parameter(torch.ones(1, dtype=torch.float64)))
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.full_like(parameter, {"a": 1.0, "b": 20.0}[name] * (1 + number % 3))
+        optimizer.step()
+
+    found = []
+    for names, resumes in (("ab", False), ("ab", True)):
+        model = Pair(names)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with dh.gradients(model, optimizer, rules=[rule]) as watch:
+            for number in range(3):
+                step(model, optimizer, number)
+            if not resumes:
+                for number in range(3, 7):
+                    step(model, optimizer, number)
+                found.append({name: float(p) for name, p in model.named_parameters()})
+                continue
+            state = watch.state_dict()
+        other = Pair("ba")
+        other.load_state_dict(model.state_dict())
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+        with dh.gradients(other, optimizer, rules=[rule]) as watch:
+            watch.load_state_dict(state)
+            for number in range(3, 7):
+                step(other, optimizer, number)
+        found.append({name: float(p) for name, p in other.named_parameters()})
+        third = nn.ParameterDict({"a": nn.Parameter(torch.ones(1)), "c": nn.Parameter(torch.ones(1))})
+        with (
+            dh.gradients(third, torch.optim.SGD(third.parameters(), lr=0.1), rules=[rule]) as watch,
+            pytest.raises(UsageError, match="has nothing of 'c'"),
+        ):
+            watch.load_state_dict(state)
+    assert found[0] == found[1]
+
+
+def test_what_cannot_be() -> None:
+    for make, said in (
+        (lambda: dh.AdaGC(ratio=0), "ratio=0"),
+        (lambda: dh.AdaGC(beta=1.0), "beta=1.0"),
+        (lambda: dh.SkipSpike(loss=False, norm=False), "would compare nothing"),
+        (lambda: dh.SkipSpike(least=200), "above window=128"),
+        (lambda: dh.ClipUpdate(sigmas=None), "has no limit"),
+        (lambda: dh.ClipUpdate(tolerance=0.5), "tolerance at least 1"),
+        (lambda: dh.only("*", dh.ClipUpdate(), at="local"), "when the optimizer has stepped"),
+        (lambda: stats.OptimizerState(keys="exp_avg"), "a list of the keys"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            make()
+    assert AttachError  # DeepSpeed's refusal is in tests/engines/test_deepspeed_edges.py
+
+
+# --- OptimizerState
+
+
+def test_the_moments_of_the_optimizer() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with dh.gradients(model, optimizer, stats=[stats.OptimizerState(per_parameter=True)], every=1) as watch:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), 1.0 + step)).sum().backward()
+            optimizer.step()
+            watch.flush()
+            for key in ("exp_avg", "exp_avg_sq"):
+                state = [optimizer.state[p][key] for p in model.parameters()]
+                whole = float(torch.cat([each.double().flatten() for each in state]).norm())
+                assert close(watch.latest[f"optimizer/{key}"], whole, 1e-6)
+                assert close(watch.latest[f"optimizer/{key}/param/bias"], float(state[1].double().norm()), 1e-6)
+    assert not any("momentum_buffer" in name for name in watch.latest)
