@@ -168,8 +168,10 @@ def watched(watches: Mapping[str, Any]) -> dict[str, Any]:
             found |= {key: {name: _patterns(each, "groups") for name, each in value.items()}} if value else {}
         elif key == "every":
             found[key] = value
-        elif key == "recent":
+        elif key in ("recent", "process_group", "experts"):
             found |= {key: value} if value else {}
+        elif key == "optimizers":
+            found |= {key: value} if value != "apart" else {}
         else:
             raise ConfigError(f"watch: {key} cannot be written to a file: give it to plan.watch()")
     return found

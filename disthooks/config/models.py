@@ -55,6 +55,15 @@ class Watch(_Watchers):
     groups: dict[Text, Text | Annotated[list[Text], Field(min_length=1)]] = Field(
         {}, description="Names of groups of parameters, and the patterns of each."
     )
+    optimizers: Literal["apart", "together"] = Field(
+        "apart", description="together: under disthooks run, several optimizers of a model make one step together."
+    )
+    process_group: Literal["world"] | None = Field(
+        None, description="world: all ranks make one step together, also those of other stages of a pipeline."
+    )
+    experts: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
+        None, description="Patterns of the parameters of which each rank has its own, and which the engine ignores."
+    )
     rules: list[Entry] = Field([], description="Applied to the gradients in this order.")
     stats: Bundle | list[Bundle | Entry] = Field(
         [],

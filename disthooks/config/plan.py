@@ -351,6 +351,7 @@ class Plan:
             if isinstance(value, list):
                 value = [each(model) if isinstance(each, BuildSpec) else each for each in value]
             made[key] = value
+        made.pop("optimizers", None)  # for disthooks run; here the caller gives one optimizer or several
         own = list(made.get("sinks", []))
         # An integration adds a tracker for its accelerator. If the file has one already, each record would be logged
         # twice, so the integration's is left out.

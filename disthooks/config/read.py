@@ -255,7 +255,8 @@ def _spec_returning(stat: Stat, source: Source, path: Path) -> BuildSpec:
 
 def _watches(watch: Mapping[str, Any], builder: Builder, source: Source) -> dict[str, Any]:
     """The arguments of :func:`disthooks.gradients`, with specs in the place of rules, statistics and sinks."""
-    watches: dict[str, Any] = {key: watch[key] for key in ("every", "recent", "groups")}
+    plain = ("every", "recent", "groups", "optimizers", "process_group", "experts")
+    watches: dict[str, Any] = {key: watch[key] for key in plain}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
         watches[key] = []
         for i, entry in enumerate([watch[key]] if isinstance(watch[key], str) else watch[key]):

@@ -389,6 +389,8 @@ class Engine:
         """
         if optimizer is None:
             raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
+        if isinstance(optimizer, JointSteps):
+            return optimizer
         if not isinstance(optimizer, (list, tuple)):
             return inner_optimizer(optimizer)
         return inner_optimizer(optimizer[0]) if len(optimizer) == 1 else JointSteps([*map(inner_optimizer, optimizer)])

@@ -69,6 +69,11 @@ class JointSteps:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of all optimizers, by parameter."""
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+
     def __repr__(self) -> str:
         return f"[{', '.join(type(optimizer).__name__ for optimizer in self.optimizers)}]"
 

@@ -177,6 +177,8 @@ class ModelAttachment:
             engine: the engine of the model, if it is known already.
         """
         model: Any = self._model()
+        if plan.watches.get("optimizers") == "together" and len(optimizers) > 1:
+            optimizers = [list(optimizers)]
         rest, self.optimizers = list(optimizers), len(optimizers)
         is_first = not number and bool(rest)
         gradients: Gradients | None = None
@@ -274,7 +276,7 @@ class Attachments:
     def gradients_of(self, optimizer: Any) -> Gradients | None:
         inner = getattr(optimizer, "optimizer", optimizer)
         every = (watched.gradients for each in self._alive for watched in each.watched)
-        return next((one for one in every if one is not None and one.optimizer is inner), None)
+        return next((one for one in every if one is not None and any(o is inner for o in one.optimizers)), None)
 
     def release_collected(self) -> None:
         """Replace the attachments of collected models by their outcomes. See [Note: nothing is kept alive]."""

@@ -164,8 +164,12 @@ def started_alone() -> str | None:
     )
 
 
-def engine_to_attach(model: nn.Module) -> Engine:
+def engine_to_attach(model: nn.Module, has_group: bool) -> Engine:
     """The engine of a model that is called.
+
+    Args:
+        model: the model.
+        has_group: whether the plan names a group of ranks, so that a model without an engine may be a stage.
 
     Raises:
         AttachError: if hooks must not be attached to the model; the message says why, and what to do.
@@ -183,7 +187,7 @@ def engine_to_attach(model: nn.Module) -> Engine:
     if reason := reason_alone():
         raise AttachError(reason)
     count = max(launched_world_size(), world_size())
-    if isinstance(engine, (Plain, DataParallel)) and count > 1:
+    if isinstance(engine, (Plain, DataParallel)) and count > 1 and not has_group:
         raise AttachError(
             f"{type(model).__name__} was called without a wrapper, and there are {count} processes: wrap it with "
             "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "

@@ -129,10 +129,34 @@ class TorchPatches:
 
             return attach
 
+        # All ranks call step() of the schedule; the forward of a later stage waits for that of an earlier one.
+        self._undo.append(when_imported("torch.distributed.pipelining.schedules", self._patch_pipelines))
         self._undo.append(after_init(torch.optim.Optimizer, made))
         self._undo += [replace_method(Plan, name, yielding) for name in ("save", "watch", "prepare")]
         self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def _patch_pipelines(self, module: types.ModuleType) -> Undo:
+        """Tell the listener of the modules of a pipeline's stages before its schedule runs them."""
+        listener = self._listener
+
+        def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+                for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+                    listener.called(stage.submod, True)
+                return original(schedule, *args, **kwargs)
+
+            return step
+
+        kinds = (module.PipelineScheduleSingle, module.PipelineScheduleMulti)
+        undo = [replace_method(kind, "step", stepping) for kind in kinds]
+
+        def undo_all() -> None:
+            for each in undo:
+                each()
+
+        return undo_all
 
     def close(self) -> None:
         """Put all methods back."""
@@ -268,7 +292,7 @@ class FrameworkPatches:
         """
         has_state = False
         for accelerator in self._accelerators:
-            is_prepared = any(_inner(one) is gradients.optimizer for one in accelerator._optimizers)
+            is_prepared = any(_inner(one) in gradients.optimizers for one in accelerator._optimizers)
             if not is_prepared and all(unwrap_compiled(one) is not model for one in accelerator._models):
                 continue
             from disthooks.integrations.accelerate import connect, load_from, log_to_trackers
@@ -277,13 +301,13 @@ class FrameworkPatches:
             log_to_trackers(accelerator, gradients)
             # The checkpoint that was loaded last counts.
             for owner, folder, optimizers in reversed(self._loads):
-                if owner() is accelerator and any(one() is gradients.optimizer for one in optimizers):
+                if owner() is accelerator and any(one() in gradients.optimizers for one in optimizers):
                     load_from(accelerator, gradients, folder)
                     has_state = True
                     break
         for callback in list(self._callbacks):
             has_state |= callback.join(model, gradients)
-        return has_state or gradients.optimizer not in self._loaded
+        return has_state or not any(one in self._loaded for one in gradients.optimizers)
 
     def _patch_accelerate(self, module: types.ModuleType) -> Undo:
         def init(accelerator: Any) -> None:

@@ -97,7 +97,7 @@ class Session:
         if not optimizers:
             return
         try:
-            engine = engine_to_attach(model)
+            engine = engine_to_attach(model, bool(self.plan.watches.get("process_group")))
         except AttachError as error:
             self._optimizers.refuse(optimizers, str(error))
             return

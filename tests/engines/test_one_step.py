@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import AttachError, MatchError, UsageError
+from disthooks.launcher.session import Session
 from tests.support.engines import FIRST, close, whole
 from tests.support.models import identical
 from tests.support.ranks.harness import Ranks
@@ -252,6 +256,45 @@ def test_two_stages(ranks: Ranks) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_two_stages_with_two_copies(four: Ranks, engine: str) -> None:
     _equal_stages(four(_pipeline, 2, engine), 2, _one_process(2))
+
+
+def _in_a_session(rank: int, folder: str) -> list[float]:
+    """A script that knows nothing of disthooks trains two stages; the norms that the first rank logged."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    watch = {"every": 1, "process_group": "world", "rules": [{"kind": "ClipNorm", "max_norm": 0.5}]}
+    watch["sinks"] = [{"kind": "Jsonl", "path": f"{folder}/log.jsonl"}]
+    session = Session(dh.from_config({"watch": watch}))
+    session.arm()
+    try:
+        stage = PipelineStage(_stages()[rank], rank, 2, torch.device("cpu"))
+        optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=0.01, foreach=False)
+        schedule = ScheduleGPipe(stage, 2, loss_fn=_loss)
+        for step in range(2):
+            optimizer.zero_grad()
+            x, y = _data(step, 0)
+            schedule.step(x) if rank == 0 else schedule.step(target=y)
+            optimizer.step()
+    finally:
+        session.finish(os.getpid())
+    lines = [json.loads(line) for line in pathlib.Path(folder, "log.jsonl").read_text().splitlines()]
+    return [line["grad_norm"] for line in lines if "grad_norm" in line]
+
+
+def test_stages_under_disthooks_run(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    """The session attaches before the first stage sends to the second, which would wait for it."""
+    model = nn.Sequential(*_stages())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    truth = []
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)]) as watch:
+        for step in range(2):
+            optimizer.zero_grad()
+            x, y = _data(step, 0)
+            for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+                (_loss(model(part), target) / 2).backward()
+            optimizer.step()
+            truth.append(float(watch.norm))
+    assert close(ranks(_in_a_session, str(tmp_path), timeout=30)[0], truth, 1e-10)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

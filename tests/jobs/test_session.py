@@ -128,6 +128,36 @@ def test_two_models_of_one_game(start: Starts, tmp_path: pathlib.Path) -> None:
     assert ['"optimizer": 1' in line for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [False, True]
 
 
+TOGETHER = """
+watch: {every: 1, optimizers: together, rules: [{kind: SkipNonFinite}, {kind: ClipNorm, max_norm: 0.01}],
+        sinks: [{kind: Jsonl, path: PATH}]}
+"""
+
+
+def test_two_optimizers_of_one_model_step_together(start: Starts, tmp_path: pathlib.Path) -> None:
+    session = start(TOGETHER)
+    model = Net()
+    first, last = model.body[0], model.body[2]
+    optimizers = [sgd(first), torch.optim.AdamW(last.parameters())]
+    model(torch.ones(512, 16)).square().mean().backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    for optimizer in optimizers:
+        optimizer.step()
+    clipped = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    before = [p.detach().clone() for p in model.parameters()]
+    first.weight.grad[0, 0] = float("nan")
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    [told] = ended(session)
+    assert (told["watched"]["steps"], told["watched"]["parameters"]) == (2, 4)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "grad_norm" in line]
+    assert abs(logged[0]["grad_norm"] / norm - 1) < 1e-6
+    assert abs(clipped / 0.01 - 1) < 1e-3
+    assert [line["skipped"] for line in logged] == [0, 1]
+
+
 def test_a_pattern_that_matches_in_no_model(start: Starts) -> None:
     start()
     one, two = Net("left"), Net("right")
