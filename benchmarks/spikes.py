@@ -44,7 +44,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "demo"))
 
 LAYERS, WIDTH, CONTEXT, BATCH = 5, 128, 32, 8
-STEPS, WARMUP, RATE = 260, 30, 4e-3
+STEPS, WARMUP, RATE = 240, 30, 1e-2
 KINDS = ("batch", "rate", "bits")
 RULES: dict[str, Any] = {
     "nothing": lambda: [],

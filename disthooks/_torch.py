@@ -34,7 +34,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.nn.utils._named_member_accessor import swap_tensor
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils import checkpoint
+from torch.utils import _foreach_utils, checkpoint
 
 _autograd: Any = torch._C._autograd
 
@@ -48,6 +48,13 @@ hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = (
     _autograd._top_saved_tensors_default_hooks
 )
+
+
+#: One new tensor of one dimension with the elements of all tensors in a list, which have the same dtype.
+flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+
+#: Groups of tensors of one device and one dtype, for foreach kernels, with the places of the tensors if asked for.
+groups_for_foreach: Callable[..., Any] = _foreach_utils._group_tensors_by_device_and_dtype
 
 
 #: The dispatch mode in which a selective checkpoint keeps the outputs of some operators.

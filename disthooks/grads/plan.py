@@ -21,7 +21,7 @@ The plan is made once, at attach, and is the same in every step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ from disthooks.errors import AttachError, MatchError, UsageError
 from disthooks.grads.rules.base import Rule, named
 from disthooks.grads.stats.across_ranks import UnreducedSquares
 from disthooks.grads.stats.base import Local, Measure, Stat
+from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import compute
 
 #: The float64 vector of the SUM and the int64 vector of the MAX, of one rank or merged over all ranks.
@@ -52,12 +53,14 @@ class VectorLayout:
         shards: all parameters.
         scopes: for each scope its parameters, as indices into ``shards``.
         modules: how many modules there are whose outputs are read.
+        summed: the measures of which only the sum over their parameters counts.
     """
 
     uses: Mapping[Measure, tuple[int, ...]]
     shards: Sequence[Shard]
     scopes: Sequence[Sequence[int]] = ()
     modules: int = 0
+    summed: frozenset[Measure] = frozenset()
 
     @functools.cached_property
     def sizes(self) -> dict[Measure, list[int]]:
@@ -91,7 +94,8 @@ class VectorLayout:
             "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],
         }
         for measure, indices in self.uses.items():
-            vectors[measure.merge].append(measure.local(local.of(indices)))
+            mine = local.of(indices)._replace(is_summed=measure in self.summed)
+            vectors[measure.merge].append(measure.local(mine))
         return torch.cat(vectors["sum"]), torch.cat(vectors["max"])
 
     def unpack(self, merged: Vectors) -> dict[Measure, torch.Tensor]:
@@ -222,7 +226,11 @@ class StepPlan:
             needed += [] if rounds else [*always, *apart]
             # Statistics describe the gradients before any rule, so the first round measures them.
             wanted = needed if rounds else [*needed, *before_update]
-            rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))
+            each = {measure for one in bound if one.rule.needs_each for measure in one.rule.measures()}
+            # Of the statistics of every step, the norm alone is read as a sum (WatchedSteps in records.py).
+            each |= {measure for measure, _ in always} - {Power(2.0)}
+            logged_each = each | {measure for measure, _ in before_update}
+            rounds.append(Round(tuple(bound), self._layout(needed, each), self._layout(wanted, logged_each)))
         self.rounds = tuple(rounds)
         needed = [(measure, each.indices) for each in after_update for measure in each.rule.measures()]
         wanted = [*needed, *(use for use in logged if use[0].after)]
@@ -230,13 +238,20 @@ class StepPlan:
         self.rules = sorted([*bound_rules, *after_update], key=lambda bound: bound.number)
         self.rewritten = frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
-    def _layout(self, uses: Iterable[MeasureUse]) -> VectorLayout:
-        """A layout that has each measure once, for all parameters for which any rule or statistic needs it."""
+    def _layout(self, uses: Sequence[MeasureUse], each: Collection[Measure] = ()) -> VectorLayout:
+        """A layout that has each measure once, for all parameters for which any rule or statistic needs it.
+
+        Args:
+            uses: what rules and statistics measure.
+            each: the measures whose numbers are read for each parameter.
+        """
         union: dict[Measure, set[int]] = {}
         for measure, indices in uses:
             union.setdefault(measure, set()).update(indices)
         sorted_uses = {measure: tuple(sorted(indices)) for measure, indices in union.items()}
-        return VectorLayout(sorted_uses, self.shards, self.scopes, len(self.modules))
+        parts = {measure for measure, indices in uses if len(indices) < len(union[measure])}
+        summed = sorted_uses.keys() - parts - set(each)
+        return VectorLayout(sorted_uses, self.shards, self.scopes, len(self.modules), frozenset(summed))
 
 
 def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> tuple[list[BoundRule], list[BoundRule]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -57,6 +57,7 @@ class ClipPercentile(Rule):
     (5.0, tensor([[5.0000]]))
     """
 
+    needs_each: ClassVar[bool] = False
     percentile: float = 10.0
     window: int = 1000
     norm_type: float = 2.0
@@ -157,6 +158,7 @@ class ClipZScore(Rule):
     tensor([[2.]])
     """
 
+    needs_each: ClassVar[bool] = False
     alpha: float = 0.97
     z_thresh: float = 2.5
     warmup_steps: int = 25

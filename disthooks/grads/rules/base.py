@@ -31,6 +31,7 @@ import torch
 
 from disthooks._match import Pattern, as_patterns, match
 from disthooks._registry import register
+from disthooks._torch import groups_for_foreach
 from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.stats.base import ForwardNeeds, Measure
@@ -93,10 +94,9 @@ class Work:
 
     def together(self) -> Iterator[list[torch.Tensor]]:
         """This rank's gradients in groups of one device and one dtype, each for one foreach kernel."""
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for _, grad in self.present():
-            groups.setdefault((grad.device, grad.dtype), []).append(grad)
-        yield from groups.values()
+        there = [grad for grad in self.grads if grad is not None and grad.numel()]
+        if there:
+            yield from (group for (group,), _ in groups_for_foreach([there]).values())
 
 
 class MicroBatch(NamedTuple):
@@ -124,6 +124,8 @@ class Rule:
         undo: whether such a rule may undo the step, so that the optimizer's state has to be copied before.
         by_parameter: the names of the tensors in its state whose last dimension is that of its parameters. They are
             saved with the names of the parameters, and restored in whatever order these are then.
+        needs_each: whether it looks at the measured numbers of single parameters. If not, only their sum over all of
+            its parameters is right, which is measured faster.
     """
 
     rewrites: ClassVar[bool] = True
@@ -132,6 +134,7 @@ class Rule:
     after: ClassVar[bool] = False
     undo: bool = False
     by_parameter: ClassVar[frozenset[str]] = frozenset()
+    needs_each: ClassVar[bool] = True
 
     def measures(self) -> tuple[Measure, ...]:
         """The measures whose numbers it needs, merged over all ranks, before it can rewrite gradients."""
@@ -299,6 +302,10 @@ class Only(Rule):
     @property
     def by_parameter(self) -> frozenset[str]:  # type: ignore[override]
         return self.rule.by_parameter
+
+    @property
+    def needs_each(self) -> bool:  # type: ignore[override]
+        return self.rule.needs_each
 
     def measures(self) -> tuple[Measure, ...]:
         return self.rule.measures()

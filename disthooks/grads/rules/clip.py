@@ -2,7 +2,8 @@
 
 # [Note: clipping multiplies in any case]
 # Only the device knows whether a norm is too large, and the host would have to wait to ask. So gradients are always
-# multiplied, by a factor of at most 1. The factor is in float32 or wider, because a small factor would be 0 in float16.
+# multiplied, by a factor of at most 1. On the CPU the host may ask, and multiplies by no factor of 1. The factor is
+# in float32 or wider, because a small factor would be 0 in float16.
 # If the norm is infinite, the factor is 0: finite elements become 0 and infinite elements become NaN, as in torch.
 
 from __future__ import annotations
@@ -133,6 +134,10 @@ class ClipNorm(Rule):
             raise UsageError(f"ClipNorm(by={self.by!r}): 'all' for one norm, or 'parameter' for one each")
         Power(self.norm_type)
 
+    @property
+    def needs_each(self) -> bool:  # type: ignore[override]
+        return self.by == "parameter"
+
     def measures(self) -> tuple[Measure, ...]:
         return (self._power(),)
 
@@ -218,6 +223,8 @@ def log_clipped(work: Work, norm_type: float, before: torch.Tensor, after: torch
 
 def scale(work: Work, factor: torch.Tensor) -> None:
     """Multiply all gradients in place by one number, which is a scalar tensor."""
+    if factor.is_cpu and float(factor) == 1.0:
+        return
     for group in work.together():
         # See [Note: clipping multiplies in any case]. A scalar tensor does not widen the gradients' dtype.
         torch._foreach_mul_(group, onto(factor, group[0].device, wide(group[0].dtype)))

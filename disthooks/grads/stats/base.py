@@ -126,6 +126,7 @@ class Local(NamedTuple):
         forward: what forwards have left; None in a step that is not logged.
         step: how many steps there were before.
         states: what the optimizer keeps of each parameter; empty until the step is made.
+        is_summed: whether only the sum over all parameters of a measure's numbers counts, so it may be in one of them.
         computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
             float64 tensor on ``device`` with one number for each parameter.
         computed_counts: the counts of magnitudes that were made by the same reading, for the measure that asked for
@@ -145,6 +146,7 @@ class Local(NamedTuple):
     forward: ForwardFacts | None = None
     step: int = 0
     states: Sequence[Mapping[str, Any]] = ()
+    is_summed: bool = False
     computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
     computed_counts: Mapping[Measure, torch.Tensor] = MappingProxyType({})
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from disthooks._registry import register
+from disthooks._torch import flatten
 from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, to_sortable
@@ -110,7 +111,7 @@ class Power(Measure):
         for fact in self.facts & local.computed_facts.keys():  # the one fact, if the reading for all measures found it
             return local.computed_facts[fact]
         if self.p == 2:
-            return squares(local.grads, local.device)
+            return squares(local.grads, local.device, local.is_summed)
         # The norm comes first and its power afterwards, because powers of single elements could overflow.
         each = stack(local.grads, lambda grads: norms(grads, self.p), local.device)
         if self._windows == 1:
@@ -154,13 +155,53 @@ class Power(Measure):
         return (windows - self._windows / 2 + 0.5).double() * _WINDOW
 
 
-def squares(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """For each tensor the sum of the squares of its elements: a float64 vector on ``device``; 0 for None."""
+def squares(tensors: Sequence[torch.Tensor | None], device: torch.device, is_summed: bool = False) -> torch.Tensor:
+    """For each tensor the sum of the squares of its elements: a float64 vector on ``device``; 0 for None.
+
+    Args:
+        tensors: the tensors.
+        device: where the numbers are wanted.
+        is_summed: whether only the sum of these numbers counts. Then the first one may be this sum and the others 0.
+    """
     if all(tensor is None for tensor in tensors):
         return torch.zeros(len(tensors), dtype=torch.float64, device=device)
     if all(tensor is None or tensor.is_cpu for tensor in tensors):
-        return _on_cpu(tensors).to(device)
+        return (_total_on_cpu if is_summed else _on_cpu)(tensors).to(device)
     return stack(tensors, lambda found: norms(found, 2.0), device).square()
+
+
+def _total_on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The sum of the squares of all tensors together, and a 0 for each tensor after the first.
+
+    A call costs more than the sum of a short tensor. So short tensors of one dtype are copied into a piece that one
+    call sums. See [Note: float32 norms on the CPU].
+    """
+    there = [tensor for tensor in tensors if tensor is not None]
+    long: list[torch.Tensor] = []
+    total = 0.0
+    for dtype in dict.fromkeys(tensor.dtype for tensor in there):
+        most = _PIECE.get(dtype, _LONGEST) - 1  # torch copies fast if the result has fewer than 2**15 elements
+        short = 0 if dtype.is_complex else most // 8
+        pieces: list[list[torch.Tensor]] = []
+        room = 0
+        for tensor in there:
+            size = tensor.numel()
+            if tensor.dtype is not dtype:
+                continue
+            if size > short:
+                long.append(tensor)
+            elif size > room:
+                pieces.append([tensor])
+                room = most - size
+            elif size:
+                pieces[-1].append(tensor)
+                room -= size
+        for piece in pieces:
+            norm = float(norms([flatten(piece)], 2.0)[0])
+            total += norm * norm
+    numbers = torch.zeros(len(tensors), dtype=torch.float64)
+    numbers[0] = total + float(_on_cpu(long).sum())
+    return numbers
 
 
 def _on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -181,8 +222,10 @@ def _on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
                 long.append((i, rows))
                 parts = [flat[whole:]] if whole < size else []  # the elements that do not fill a row
             else:
-                most = _PIECE.get(tensor.dtype, _LONGEST)
-                parts = [tensor] if size <= most else list(torch.split(tensor.reshape(-1), most))
+                many = -(-size // _PIECE.get(tensor.dtype, _LONGEST))
+                if many > 1 and tensor.shape[0] % many:
+                    tensor = tensor.reshape(-1)
+                parts = [tensor] if many == 1 else list(tensor.chunk(many))
             pieces += parts
             owners += [i] * len(parts)
     for dtype, (pieces, owners) in short.items():
