@@ -195,7 +195,6 @@ class StepRunner:
         group: the process group of the collectives; None for one rank alone.
         device: where numbers are merged.
         states: the state of each rule, in the order of the rules.
-        norm: the norm of all gradients in the last step, before any rule; None if nothing measured it.
     """
 
     def __init__(
@@ -216,11 +215,21 @@ class StepRunner:
             bound.rule.start([plan.shards[i] for i in bound.indices], device) for bound in plan.rules
         ]
         self._engine, self._scaler = engine, scaler
+        # Found once: with thousands of parameters, to ask each shard in every step takes longer than to clip.
+        self._is_plain = all(type(shard) is Shard and shard._plain for shard in plan.shards)
+        self._parameters = [shard.parameter for shard in plan.shards]
+        self._is_owner = [shard.is_owner for shard in plan.shards]
+        self._is_unreduced = [shard.sharding == "unreduced" and not shard.is_owner for shard in plan.shards]
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
         self._update: _Update | None = None
         self._has_warned, self._step = False, 0
-        self.norm: torch.Tensor | None = None
+        self._squares: torch.Tensor | None = None  # of all gradients in the last step, before any rule
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """The norm of all gradients in the last step, before any rule; None if nothing measured it."""
+        return None if self._squares is None else Power(2.0).norm(self._squares, dim=0)
 
     def run(self, step: int, is_logged: bool, reuse_copies: bool, optimizers: Sequence[Any]) -> StepResult:
         """Measure the gradients, and rewrite them in place.
@@ -233,7 +242,7 @@ class StepRunner:
         """
         self._update, self._step = None, step
         self._deferred_errors.check()
-        final = [shard.gradient() for shard in self.plan.shards]
+        final = self._gradients()
         if not self._has_warned and all(grad is None for grad in final):
             self.warn_of_no_gradient(step)
         local_scale, scale = self._local_scale(), self._engine.gradient_scale()
@@ -254,6 +263,15 @@ class StepRunner:
             copies = self._copy_parameters(reuse_copies)
             self._update = _Update(result, is_logged, copies, snapshot, tuple(optimizers))
         return result
+
+    def _gradients(self) -> Grads:
+        """The local part of each final gradient; see :meth:`Shard.gradient`."""
+        if self._is_plain:
+            grads = [parameter.grad for parameter in self._parameters]
+            there = [grad for grad in grads if grad is not None]
+            if set(map(type, there)) <= {torch.Tensor} and all(grad.layout is torch.strided for grad in there):
+                return grads
+        return [shard.gradient() for shard in self.plan.shards]
 
     def warn_of_no_gradient(self, step: int, what: str = "no gradient") -> None:
         """Warn once that all parameters have ``what``; a rank that has no elements of any is silent."""
@@ -312,9 +330,8 @@ class StepRunner:
             merged = collectives.reduce(self.group, layout.pack(inputs))
             values = layout.unpack(merged)
             if not result.merged:
-                power = Power(2.0)
-                is_whole = len(layout.uses.get(power, ())) == len(shards)
-                self.norm = power.norm(values[power], dim=0) if is_whole else None
+                is_whole = len(layout.uses.get(Power(2.0), ())) == len(shards)
+                self._squares = values[Power(2.0)] if is_whole else None
                 self._check_copies(values, result)
             result.merged.append(merged)
             for bound in part.rules:
@@ -329,9 +346,11 @@ class StepRunner:
     def _work(
         self, bound: BoundRule, grads: Grads, layout: VectorLayout, values: Mapping[Measure, torch.Tensor]
     ) -> Work:
+        shards = self.plan.shards
+        is_for_all = len(bound.indices) == len(shards)
         return Work(
-            shards=[self.plan.shards[i] for i in bound.indices],
-            grads=[grads[i] for i in bound.indices],
+            shards=shards if is_for_all else [shards[i] for i in bound.indices],
+            grads=grads if is_for_all else [grads[i] for i in bound.indices],
             values=[layout.pick(values, measure, bound.indices) for measure in bound.rule.measures()],
             state=self.states[bound.number],
             step=self._step,
@@ -352,17 +371,14 @@ class StepRunner:
         shards = self.plan.shards
         return Local(
             shards=shards,
-            grads=[grad if shard.is_owner else None for grad, shard in zip(grads, shards, strict=True)],
+            grads=[grad if is_owner else None for grad, is_owner in zip(grads, self._is_owner, strict=True)],
             local_stats=[LocalStats()] * len(shards),
             scopes=self.plan.scopes,
             position=self._engine.position,
             world=len(self._engine.ranks),
             device=self.device,
             # No engine reduces these gradients, so a NaN in one of them is on this rank alone.
-            unreduced=[
-                grad if shard.sharding == "unreduced" and not shard.is_owner else None
-                for grad, shard in zip(grads, shards, strict=True)
-            ],
+            unreduced=[grad if is_one else None for grad, is_one in zip(grads, self._is_unreduced, strict=True)],
         )
 
     def _copy_parameters(self, reuse: bool) -> Grads:
