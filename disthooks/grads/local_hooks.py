@@ -146,7 +146,12 @@ class LocalGradientHooks:
         self._last_backward: dict[int, int] = {}
         self._no_stats, self._checksums = [_NO_STATS] * len(indices), Checksums()
         self._has_stats = bool(needs.logged | needs.always)
-        self._logged_facts, self._always_facts = (needs.logged | needs.always) - _TIME, needs.always - _TIME
+        # The norms of a single rank tell no rank that leads.
+        lead: frozenset[LocalFact] = frozenset({"norms"} if len(engine.ranks) > 1 else ())
+        logged = needs.logged | needs.always
+        self._logged_facts, self._always_facts = (
+            (facts | lead if "lead" in facts else facts) - _TIME for facts in (logged, needs.always)
+        )
         self.on_gradient: Callable[[], None] | None = None
         self.has_rules = bool(rules.scopes)
         self.is_used = self.has_rules or self._has_stats
@@ -200,7 +205,7 @@ class LocalGradientHooks:
         if "norms" in facts:
             stats = stats._replace(norms=(*stats.norms, *norms([grad], 2.0)))
         elif "finite" in facts:
-            stats = stats._replace(finite_probes=(*stats.finite_probes, finite_probe(grad)))
+            stats = stats._replace(finite_probes=(*stats.finite_probes, *finite_probe(grad)))
         if "largest" in facts:
             stats = stats._replace(largest=(*stats.largest, largest_of(grad)))
         if "fingerprint" in facts and self.rules.step % self._needs.print_every == 0:

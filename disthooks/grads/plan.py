@@ -21,6 +21,7 @@ The plan is made once, at attach, and is the same in every step.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,12 +33,13 @@ from disthooks.engines.base import Engine, Shard
 from disthooks.errors import AttachError, MatchError, UsageError
 from disthooks.grads.rules.base import Rule, named
 from disthooks.grads.stats.across_ranks import UnreducedSquares
-from disthooks.grads.stats.base import Local, Measure, Stat
-from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.base import Fact, Local, Measure, Stat
+from disthooks.grads.stats.norms import Power, squares
 from disthooks.grads.stats.scan import compute
 
 #: The float64 vector of the SUM and the int64 vector of the MAX, of one rank or merged over all ranks.
 Vectors = tuple[torch.Tensor, torch.Tensor]
+_FACTS_OF_EVERY_STEP: frozenset[Fact] = frozenset({"squares", "nonfinite", "own"})
 #: A measure, and the parameters for which a rule or a statistic needs it.
 MeasureUse = tuple[Measure, tuple[int, ...]]
 
@@ -79,6 +81,15 @@ class VectorLayout:
     def pack(self, local: Local) -> Vectors:
         """Measure this rank's gradients, and put the numbers into the two vectors, on ``local.device``."""
         facts = frozenset(fact for measure in self.uses for fact in measure.facts)
+        if local.device.type == "cpu" and facts <= _FACTS_OF_EVERY_STEP and "nonfinite" in facts:
+            # The host may look at a number on the CPU. If the norm is finite, all elements are, and no other fact needs
+            # another reading than the norm's.
+            norm = Power(2.0)
+            is_summed = norm in self.summed and len(self.uses[norm]) == len(self.shards)
+            each = squares(local.grads, local.device, is_summed)
+            if math.isfinite(float(each.sum())):
+                local = local._replace(computed_facts={"squares": each, "nonfinite": torch.zeros_like(each)})
+                facts = frozenset()
         # One reading of the gradients finds the facts and the counts for all measures (decision 59). If only a norm is
         # needed, its measure reads them once by itself, which is faster.
         rows = {m: m.count_rows(local) for m, indices in self.uses.items() if len(indices) == len(self.shards)}

@@ -24,7 +24,7 @@ from disthooks.errors import UsageError
 
 Merge = Literal["sum", "max"]
 Per = Literal["parameter", "scope", "both", "module", "step"]
-LocalFact = Literal["norms", "largest", "finite", "accumulated", "time", "fingerprint"]
+LocalFact = Literal["norms", "lead", "largest", "finite", "accumulated", "time", "fingerprint"]
 Fact = Literal[
     "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "accumulated", "final"
 ]
@@ -41,8 +41,8 @@ class LocalStats(NamedTuple):
 
     Attributes:
         norms: the 2-norm of each micro-batch's gradient, a scalar tensor; empty if no measure needs it.
-        finite_probes: for each micro-batch a scalar that is finite only if all elements of the gradient are; empty if
-            no measure needs it, or ``norms`` tell it.
+        finite_probes: for each micro-batch a scalar that is finite only if all elements of the gradient are, unless the
+            host knows that they are; empty if no measure needs it, or ``norms`` tell it.
         largest: the largest magnitude of each micro-batch's gradient, a scalar tensor; empty if no measure needs it.
         fingerprint: that of the micro-batches' gradients, in their order; None if no measure needs it.
         accumulated: the sum of the gradients of the micro-batches, of the whole parameter; None if no measure needs it.

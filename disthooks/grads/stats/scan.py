@@ -17,6 +17,7 @@ another measure needed the same fact. The second half of the file has the measur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -469,12 +470,14 @@ class OwnLead(Measure):
     merge: ClassVar[Merge] = "sum"
     per: ClassVar[Per] = "scope"
     facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"lead"})
 
     def width(self, shard: Shard | None) -> int:
         return 3
 
     def local(self, local: Local) -> torch.Tensor:
+        if local.world == 1:
+            return torch.zeros(3 * len(local.scopes), dtype=torch.float64, device=local.device)
         own = compute_facts(local, self.facts)["own"]
         total = torch.stack([take(own, places).sum() for places in local.scopes])
         return torch.stack([total, total * local.position, total * local.position**2], dim=1).flatten()
@@ -544,16 +547,17 @@ def _shift(world: int) -> int:
     return 2 * world.bit_length()
 
 
-def finite_probe(grad: torch.Tensor) -> torch.Tensor:
-    """A scalar tensor that is finite only if all elements of ``grad`` are finite; made by one reading.
+def finite_probe(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A scalar tensor that is finite only if all elements of ``grad`` are finite; none if the host knows that they are.
 
     On an accelerator it is the largest magnitude. On the CPU it is the sum of the elements, which is found a hundred
     times as fast. The sum of finite elements can overflow, so on the CPU the elements are looked at if the sum is not
     finite.
     """
+    if not grad.numel():
+        return ()
     if not grad.is_cpu:
-        return torch.linalg.vector_norm(grad, torch.inf, dtype=wide(grad.dtype)) if grad.numel() else grad.new_zeros(())
+        return (torch.linalg.vector_norm(grad, torch.inf, dtype=wide(grad.dtype)),)
     total = grad.sum(dtype=None if grad.is_complex() else wide(grad.dtype))
-    if bool(torch.isfinite(total)) or not bool(torch.isfinite(grad).all()):
-        return total.abs() if total.is_complex() else total
-    return torch.zeros(())  # the sum overflowed, but all elements are finite
+    is_finite = math.isfinite(abs(total.item())) or bool(torch.isfinite(grad).all())
+    return () if is_finite else (torch.full((), torch.nan),)

@@ -143,6 +143,8 @@ def test_gradients_are_read_once_for_all_that_is_measured() -> None:
     assert reading.call_count == 1
     with mock.patch.object(scanning, "scan", wraps=scanning.scan) as reading:
         _found([Power(2.0), NonFiniteCount()], [[torch.ones(3), None]])
+        assert not reading.called, "a norm that is finite tells that all elements are"
+        _found([Power(2.0), NonFiniteCount()], [[torch.tensor([1.0, math.inf]), None]])
     assert reading.call_args.args[1] == {"squares", "nonfinite"}
 
 
