@@ -194,7 +194,6 @@ class LocalGradientHooks:
             self._look(index, local_part(grad.detach()), facts)
         return self.rules.rewrite(index, grad) if self.rules.scopes else None
 
-    @torch.no_grad()
     def _look(self, index: int, grad: torch.Tensor, facts: frozenset[LocalFact]) -> None:
         if index in self._stats and self._engine.is_first_gradient(index):
             # There is no gradient to add to, so the numbers from before this backward belong to a step that was never

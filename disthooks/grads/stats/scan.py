@@ -49,7 +49,7 @@ from disthooks.grads.stats.magnitudes import BINS, MagnitudeCounter, Room
 Facts = frozenset[Fact]
 
 _ROW = 1024
-_BLOCK = {"cpu": 2**20, "cuda": 2**24}  # elements of a block; on the CPU 4 MiB of float32
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements of a block; on the CPU 2 MiB of float32
 # The facts of one row, in the order of the rows of a table. Facts that are sums come first. "high" is the maximum of g
 # and "low" is the maximum of -g, so both are merged by a maximum.
 _ORDER: tuple[Fact, ...] = ("count", "sum", "m2", "squares", "abs", "zeros", "nonfinite", "high", "low")
@@ -290,12 +290,7 @@ class _Reader:
         """The kernels' results for each row. "squares" is a norm here; "zeros" counts elements that are not zero."""
         rows = self._widened(block)
         found: dict[str, torch.Tensor] = {name: kernel(rows) for name, kernel in self._kernels}
-        if self._extremes == _LARGEST and rows.is_cpu and len(rows) == 1:
-            # One gradient alone: its extremes are found in one pass, and each of its rows may have them.
-            low, high = torch.aminmax(rows)
-            found["high"], found["low"] = high.expand(rows.shape[:-1]), low.expand(rows.shape[:-1])
-        else:
-            found |= {name: rows.amax(-1) if name == "high" else rows.amin(-1) for name in self._extremes}
+        found |= {name: rows.amax(-1) if name == "high" else rows.amin(-1) for name in self._extremes}
         if "abs" in self.names:
             found["abs"] = self._sizes(rows).sum(-1, dtype=None if rows.is_cpu else torch.float64)
         smallest = None
