@@ -136,9 +136,9 @@ class Gradients(Attachment):
         self._checks.engine.begin_step(self._checks.optimizer, scaler)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """Hand in the loss of a micro-batch, on every rank, for :class:`disthooks.stats.Loss`. Nothing waits for it.
+        """Hand in the loss of a micro-batch, on each rank that has one; nothing waits for it.
 
-        Without that statistic the loss is not used.
+        :class:`disthooks.stats.Loss`, :class:`disthooks.stats.SpikeScore` and :class:`disthooks.SkipSpike` use it.
 
         Args:
             loss: a number, or a tensor of one element, on any device.
@@ -147,6 +147,11 @@ class Gradients(Attachment):
             UsageError: when it is no single number.
         """
         self._runner.forward_hooks.note_loss(loss)
+
+    def note_loss_of_backward(self, loss: Any) -> None:
+        """Hand in the loss that a framework's ``backward`` is called with, unless the model's outputs have one."""
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not self._runner.forward_hooks.gives_loss:
+            self.note_loss(loss)
 
     def _before_clipping(
         self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]

@@ -66,11 +66,13 @@ class ForwardHooks:
         names: the names of the modules whose outputs are read, in the order of the model; on each rank those of all.
         called: the places of these modules in :attr:`names`, in the order in which they were called first.
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
+        gives_loss: whether the last forward returned a loss, which was kept.
     """
 
     def __init__(self, engine: Engine, called: Sequence[nn.Module], needs: Sequence[ForwardNeeds]) -> None:
         self._models, self._called = engine.models, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
+        self.gives_loss = False
         self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
         self._needs_loss_always = any(need.loss == "always" for need in needs)
         self._has_facts = any(need.facts for need in needs)
@@ -223,7 +225,8 @@ class ForwardHooks:
         self._clock.mark("forward")
         self._is_in_forward, self._has_forward = False, True
         found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if self._has_loss and isinstance(found, torch.Tensor) and found.numel() == 1:
+        self.gives_loss = isinstance(found, torch.Tensor) and found.numel() == 1
+        if self._has_loss and self.gives_loss:
             self.note_loss(found)
 
 

@@ -83,6 +83,7 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
 
     - ``accelerator.clip_grad_norm_``, ``clip_grad_value_`` and ``unscale_gradients`` first measure and apply the rules,
       once a step, so that statistics are of gradients before your own clipping. (DeepSpeed clips after disthooks.)
+    - ``accelerator.backward(loss)`` hands in the loss, for ``stats.Loss`` and ``SkipSpike``.
     - ``accelerator.save_state`` writes the state of rules and statistics, and the number of steps, to its own file;
       ``load_state`` reads it. The other files are as they would be without disthooks, and a checkpoint can be loaded
       with and without it.
@@ -192,7 +193,7 @@ class _Around:
         self.accelerator = accelerator
         self._attached: list[weakref.ref[Gradients]] = []  # an accelerator outlives models that are dropped
         self.clipping: set[int] | None = None
-        names = ("unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
+        names = ("backward", "unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
         self.true: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in names}
         for name in names:
             setattr(accelerator, name, getattr(self, name))
@@ -229,6 +230,12 @@ class _Around:
                 vars(self.accelerator).pop(name)
                 if getattr(self.accelerator, name) != true:
                     setattr(self.accelerator, name, true)
+
+    def backward(self, loss: Any, **kwargs: Any) -> Any:
+        """Hand in the loss, then run backward. Of several models nobody knows whose loss it is."""
+        if len(self.attached) == 1:
+            self.attached[0].note_loss_of_backward(loss)
+        return self.true["backward"](loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         return self._clip("clip_grad_norm_", parameters, *args, **kwargs)

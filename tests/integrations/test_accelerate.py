@@ -220,6 +220,33 @@ def test_of_two_models_the_one_that_is_clipped() -> None:
         assert "clip_grad_norm_" not in vars(acc)
 
 
+def test_two_optimizers_and_a_spike_of_the_loss() -> None:
+    """The loss is taken from ``backward``; both optimizers leave the step out, and accelerate clips both together."""
+    torch.manual_seed(0)
+    with accelerator("one") as acc:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
+        model, *optimizers = acc.prepare(model, *optimizers)
+        rules = [dh.SkipSpike(least=3, norm=False), dh.ClipNorm(1.0)]
+        with (
+            dh.gradients(model, optimizers, rules=rules, stats=[dh.stats.Loss()], every=1) as watch,
+            integration.connect(acc, watch),
+        ):
+            for number in range(6):
+                loss = 50.0 if number == 4 else 1.0 + 0.1 * (number % 2)
+                acc.backward(model(torch.ones(3, 2)).square().mean() * 1e-2 + loss)
+                before = [p.detach().clone() for p in model.parameters()]
+                norm = acc.clip_grad_norm_(model.parameters(), 1e-3)
+                assert math.isclose(float(norm), float(watch.norm), rel_tol=1e-5), "it was measured before the clip"
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                watch.flush()
+                moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+                assert moved == [number != 4] * 4
+                assert watch.latest["spike"] == (number == 4)
+
+
 def test_under_its_grad_scaler() -> None:
     """Accelerate allows float16 on GPUs alone; its scaler works here too. A step that overflows is never made."""
     with accelerator("one") as acc:
