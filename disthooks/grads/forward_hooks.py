@@ -225,9 +225,10 @@ class ForwardHooks:
         self._clock.mark("forward")
         self._is_in_forward, self._has_forward = False, True
         found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        self.gives_loss = isinstance(found, torch.Tensor) and found.numel() == 1
-        if self._has_loss and self.gives_loss:
-            self.note_loss(found)
+        loss = found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+        self.gives_loss = loss is not None
+        if self._has_loss and loss is not None:
+            self.note_loss(loss)
 
 
 class Clock:
