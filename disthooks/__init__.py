@@ -149,7 +149,11 @@ def __getattr__(name: str) -> Any:
     if name in _ASKED_FOR:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from disthooks._registry import nearest
+
+        near = None if name.startswith("_") else nearest(name, __all__)
+        meant = f"; did you mean {near!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
     from disthooks._kinds import module_of
     from disthooks._locks import importing
 

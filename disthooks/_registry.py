@@ -269,12 +269,28 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is nearest to ``name``; None if none is near.
+#: Names that papers and other libraries give to what is here, in small letters without underscores.
+_ELSEWHERE = {
+    "agc": "ClipAdaptive",
+    "autoclip": "ClipPercentile",
+    "zclip": "ClipZScore",
+    "clipgradnorm": "ClipNorm",
+    "clipgradvalue": "ClipValue",
+    "clipupdatenorm": "ClipUpdate",
+    "skipstep": "SkipSpike",
+}
 
-    >>> nearest("onDisk", ["OnCpu", "OnDisk"]), nearest("many", ["OnCpu"])
-    ('OnDisk', None)
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is nearest to ``name``, or that stands for the same; None if none is near.
+
+    >>> nearest("onDisk", ["OnCpu", "OnDisk"]), nearest("many", ["OnCpu"]), nearest("ZClip", ["ClipNorm", "ClipZScore"])
+    ('OnDisk', None, 'ClipZScore')
     """
+    known = list(known)
+    same = _ELSEWHERE.get(name.lower().replace("_", ""))
+    if same in known:
+        return same
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if not close:  # the same letters in another case, or with underscores: ON_DISK for OnDisk
         folded = {each.lower().replace("_", ""): each for each in known}

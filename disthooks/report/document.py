@@ -263,6 +263,14 @@ def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
         }
 
 
+#: What a rule decided of a step, by the number in its record.
+_DECIDED = {
+    "skipped": "The step was skipped.",
+    "spike": "The step was a spike, and was skipped.",
+    "update_clipped": "The update was above its limit.",
+}
+
+
 def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     """What happened when: what went wrong, steps that were skipped or not finite, restarts."""
     found: list[dict[str, Any]] = [
@@ -274,8 +282,9 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
             found.append({"step": entry["step"], "kind": "nonfinite", "rank": None, "text": "Gradients not finite."})
     lives = 0
     for record in run.records:
-        if record.get("skipped") == 1.0 and record["step"] not in named:
-            found.append({"step": record["step"], "kind": "skipped", "rank": None, "text": "The step was skipped."})
+        for key, text in _DECIDED.items():
+            if (number(record.get(key)) or 0.0) > 0 and record["step"] not in named:
+                found.append({"step": record["step"], "kind": "skipped", "rank": None, "text": text})
         if isinstance(record.get("restart"), int) and record["restart"] > lives:
             lives = record["restart"]
             found.append({"step": record["step"], "kind": "restart", "rank": None, "text": f"Restart number {lives}."})

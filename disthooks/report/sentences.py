@@ -167,6 +167,11 @@ def _clipping_said(run: Run) -> Iterator[str]:
     skipped = max(totals) if totals else sum(each or 0.0 for each in run.column("skipped"))
     if skipped:
         yield f"{skipped:.0f} step{'s were' if skipped > 1 else ' was'} skipped."
+    for name, said in (("spike", "skipped as a spike"), ("update_clipped", "above the limit of ClipUpdate")):
+        steps = [record["step"] for record in run.records if (number(record.get(name)) or 0.0) > 0]
+        if steps:
+            were = f"{len(steps)} steps were" if len(steps) > 1 else "1 step was"
+            yield f"{were} {said}, the first at step {steps[0]}."
 
 
 def _saving_said(run: Run) -> Iterator[str]:

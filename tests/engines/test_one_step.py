@@ -543,3 +543,44 @@ def test_norm_needs_something_that_measures_it() -> None:
         optimizer.step()
         with pytest.raises(UsageError, match="nothing measures the norm"):
             _ = watch.norm
+
+
+class Layered(nn.Module):
+    """A dense layer, and four experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.experts = nn.Linear(6, 6), nn.ParameterDict({"w": nn.Parameter(torch.randn(4, 6, 6))})
+
+
+def _expert_parallel(rank: int) -> tuple[float, list[torch.Tensor]]:
+    """Experts are cut over one dimension of a mesh and sharded over the other; the rest is sharded over both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_mod_ep", "ep"))
+    everyone = root["dp_mod_ep", "ep"]._flatten("dp")
+    model: Any = Layered().double()
+    model.experts.w = nn.Parameter(distribute_tensor(model.experts.w, root["ep"], [Shard(0)]))
+    fully_shard(model.experts, mesh=root["dp_mod_ep"])
+    fully_shard(model, mesh=everyone)
+    return _with_ones(model)
+
+
+def _with_ones(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0), dh.AdaGC(warmup_steps=1, max_norm=0.1)]) as watch:
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    return float(watch.norm), [whole(p) for p in model.parameters()]
+
+
+def test_expert_parallel_meshes(four: Ranks) -> None:
+    truth = _with_ones(Layered().double())
+    for found in four(_expert_parallel):
+        assert close(found[0], truth[0], 1e-12)
+        assert close(found[1], truth[1], 1e-12)

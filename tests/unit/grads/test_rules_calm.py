@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,10 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.errors import AttachError, UsageError
+from disthooks.errors import ConfigError, UsageError
+from disthooks.report.document import happenings
+from disthooks.report.log import read
+from disthooks.report.sentences import verdict
 from tests.support.engines import close
 from tests.support.rules import normed
 
@@ -129,12 +133,13 @@ def test_a_spike_of_the_norm_is_numpys() -> None:
     assert [bool(log["spike"]) for _, log in found] == spikes(_numbers(80), 4.0, 20, 8)
 
 
-def test_a_spike_is_in_the_log_in_any_case() -> None:
+def test_a_spike_is_in_the_log_in_any_case(tmp_path: pathlib.Path) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Any] = []
     rules = [dh.SkipNonFinite(), dh.SkipSpike(least=4)]
-    with dh.gradients(model, optimizer, rules=rules, sinks=[seen.append], every=50) as watch:
+    sinks = [seen.append, dh.sinks.Jsonl(tmp_path / "run.jsonl")]
+    with dh.gradients(model, optimizer, rules=rules, sinks=sinks, every=50) as watch:
         for step in range(12):
             model(torch.ones(1, 1)).sum().backward()
             watch.note_loss(30.0 if step == 7 else 1.0 + 0.1 * (step % 2))
@@ -145,6 +150,11 @@ def test_a_spike_is_in_the_log_in_any_case() -> None:
     assert seen[1]["loss_limit"] < 2.0
     assert "nonfinite_params" not in seen[1]
     assert watch.nonfinite_steps == 0
+    (run,) = read(tmp_path / "run.jsonl").runs
+    assert "1 step was skipped as a spike, the first at step 7." in verdict(run, [])
+    assert [(each["step"], each["text"]) for each in happenings(run, [])] == [
+        (7, "The step was a spike, and was skipped.")
+    ]
 
 
 def test_a_loss_that_nobody_hands_in_is_an_error() -> None:
@@ -337,7 +347,18 @@ def test_what_cannot_be() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             make()
-    assert AttachError  # DeepSpeed's refusal is in tests/engines/test_deepspeed_edges.py
+
+
+OURS = {"ZClip": "ClipZScore", "AGC": "ClipAdaptive", "AutoClip": "ClipPercentile"}
+
+
+@pytest.mark.parametrize(("name", "ours"), OURS.items())
+def test_names_of_papers_lead_to_ours(name: str, ours: str) -> None:
+    with pytest.raises(AttributeError, match=f"did you mean '{ours}'"):
+        getattr(dh, name)
+    with pytest.raises(ConfigError, match=f"did you mean '{ours}'"):
+        dh.from_config({"watch": {"rules": [{"kind": name}]}})
+    assert name in (getattr(dh, ours).__doc__ or "")
 
 
 # --- OptimizerState
