@@ -19,7 +19,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-layer-inputs bench-threshold bench-faults bench-bits bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
 
 demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -117,6 +117,10 @@ bench-layer-inputs: $(READY)
 # Faults in the training of a small GPT on 2 to 4 ranks, and whether `disthooks report` names them: some 25 minutes.
 bench-faults: $(READY)
 	$(RUN) benchmarks/faults.py $(ARGS)
+
+# Induced spikes in the training of a GPT, under each rule, and whether the alarm comes before the loss: some 25 minutes.
+bench-spikes: $(READY)
+	$(RUN) benchmarks/spikes.py $(ARGS)
 
 # Single bits flipped on 2 and 3 ranks, and whether `disthooks diff` names them: one minute.
 bench-bits: $(READY)

@@ -43,7 +43,7 @@ from disthooks.grads.rules.history import History
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "demo"))
 
-LAYERS, WIDTH, CONTEXT, BATCH = 5, 128, 32, 8
+CONTEXT, BATCH = 32, 8
 STEPS, WARMUP, RATE = 240, 30, 1e-2
 KINDS = ("batch", "rate", "bits")
 RULES: dict[str, Any] = {
@@ -57,11 +57,11 @@ RULES: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
@@ -71,11 +71,11 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
@@ -85,12 +85,14 @@ class Gpt(nn.Module):
 
 
 class Training(NamedTuple):
-    """One training: the fault ("" for none), the rule, the seed, and how many steps."""
+    """One training: the fault ("" for none), the rule, the seed, how many steps, and the size of the model."""
 
     kind: str
     rule: str
     seed: int
     steps: int = STEPS
+    layers: int = 5
+    width: int = 128
 
     @property
     def at(self) -> int:
@@ -117,14 +119,14 @@ def run(training: Training) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     torch.manual_seed(training.seed)
-    text, model = load(), Gpt()
+    text, model = load(), Gpt(training.layers, training.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.1, foreach=True)
     now, losses, updates = [0], list[float](), list[float]()
     held_out = windows(text.held_out, fixed_starts(text.held_out, BATCH, CONTEXT), CONTEXT)
-    where = model.blocks[random.Random(training.seed + 1).randrange(LAYERS)]
+    where = model.blocks[random.Random(training.seed + 1).randrange(training.layers)]
 
     def flip(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if training.kind == "bits" and now[0] == training.at:
+        if training.kind == "bits" and now[0] == training.at and output.requires_grad:
             output.register_hook(lambda grad: flipped(grad, training.seed))
 
     where.register_forward_hook(flip)
@@ -205,7 +207,8 @@ def result(found: list[dict[str, Any]]) -> dict[str, Any]:
             rung = [step for step in alarms(each["updates"]) if step >= each["training"].at]
             if first:
                 leads.append(first[0] - rung[0] if rung else None)
-    clean = [each for each in found if each["training"].kind == "" and each["training"].steps > STEPS]
+    before = [lead for lead in leads if lead is not None]
+    clean = [each for each in found if each["training"].kind == "" and each["training"].seed >= 1000]
     early = sum(lead is not None and lead >= 1 for lead in leads)
     false = sum(len(alarms(each["updates"])) for each in clean)
     return {
@@ -214,7 +217,7 @@ def result(found: list[dict[str, Any]]) -> dict[str, Any]:
             "spikes_of_the_loss": len(leads),
             "alarm_at_least_one_step_before": early,
             "share": round(early / len(leads), 4) if leads else None,
-            "median_steps_before": statistics.median(lead for lead in leads if lead is not None) if leads else None,
+            "median_steps_before": statistics.median(before) if before else None,
             "clean_steps": sum(len(each["losses"]) for each in clean),
             "false_alarms": false,
         },
@@ -256,15 +259,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--clean", type=int, default=10_000, help="steps without a fault, to count false alarms")
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "spikes.json")
     parser.add_argument("--figure", type=pathlib.Path, default=ROOT / "docs" / "img" / "spikes.svg")
     options = parser.parse_args()
-    seeds = range(options.seeds)
-    work = [Training(kind, rule, seed) for kind in KINDS for rule in RULES for seed in seeds]
-    work += [Training("", "nothing", seed) for seed in seeds]
+    seeds, size = range(options.seeds), (options.layers, options.width)
+    work = [Training(kind, rule, seed, STEPS, *size) for kind in KINDS for rule in RULES for seed in seeds]
+    work += [Training("", "nothing", seed, STEPS, *size) for seed in seeds]
     parts = max(1, math.ceil(options.clean / 1000))
-    work += [Training("", "nothing", 1000 + i, options.clean // parts) for i in range(parts) if options.clean]
+    work += [Training("", "nothing", 1000 + i, options.clean // parts, *size) for i in range(parts) if options.clean]
     found = []
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for each in pool.imap_unordered(run, work):
@@ -275,7 +280,7 @@ def main() -> None:
         for rule, row in rows.items():
             print(f"{kind:6s} {rule:11s} {row}")
     print(told["alarm"])
-    model = sum(parameter.numel() for parameter in Gpt().parameters())
+    model = sum(parameter.numel() for parameter in Gpt(*size).parameters())
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     settings = {"parameters": model, "seeds": options.seeds, "steps": STEPS, "rate": RATE, **machine}
     options.json.write_text(json.dumps({"settings": settings, **told}, indent=1) + "\n")

@@ -412,6 +412,22 @@ def test_faults_in_training_are_named(tmp_path: pathlib.Path) -> None:
     assert found["right"] >= 9, found["failures"]
 
 
+@pytest.mark.second_tier
+def test_induced_spikes_and_their_alarm(tmp_path: pathlib.Path) -> None:
+    """A model that is too small for its figures to mean anything: each fault and rule is run, and drawn."""
+    sizes = ["--seeds", "1", "--clean", "120", "--layers", "1", "--width", "16", "--jobs", "2"]
+    to = ["--json", str(tmp_path / "spikes.json"), "--figure", str(tmp_path / "spikes.svg")]
+    done = _script("benchmarks/spikes.py", *sizes, *to)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "spikes.json").read_text())
+    assert found["alarm"]["clean_steps"] == 120
+    rows = [row for rules in found["faults"].values() for row in rules.values()]
+    assert len(rows) == 18
+    assert all(0 <= row["spike_score"] < 1 for row in rows)
+    assert found["faults"]["rate"]["ClipUpdate"] != found["faults"]["rate"]["nothing"]
+    assert "steps after the fault" in (tmp_path / "spikes.svg").read_text()
+
+
 @pytest.mark.dist
 def test_flipped_bits_are_named(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "bits.json"
