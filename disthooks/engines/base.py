@@ -281,6 +281,7 @@ class Engine:
         """The user's own models; more than one only if several were joined."""
         return [self.model]
 
+    @property
     def prefixes(self) -> Sequence[str]:
         """For each of :attr:`models` what the names of its parameters and modules begin with."""
         return [""]

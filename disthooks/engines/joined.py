@@ -133,6 +133,7 @@ class Joined(Engine):
     def models(self) -> Sequence[nn.Module]:
         return [model for engine in self.engines for model in engine.models]
 
+    @property
     def prefixes(self) -> Sequence[str]:
         return self._prefixes
 
@@ -194,12 +195,12 @@ class Joined(Engine):
         device = local[0].engine.shards[local[0].index].parameter.device if local else torch.device("cpu")
         self._local_of: dict[int, tuple[Engine, int]] = {}
         self._absent: list[nn.Parameter] = []
-        for key, described in of_key.items():
+        for index, (key, described) in enumerate(of_key.items()):
             one = described[0]
             name = prefix[one.part] + one.name
             here = mine.get(key)
             if here is not None:
-                self._local_of[len(self._local_of) + len(self._absent)] = here.engine, here.index
+                self._local_of[index] = here.engine, here.index
                 shard = dataclasses.replace(here.engine.shards[here.index], name=name)
                 yield self._expert(shard, described, here.described.group) if one.group else shard
                 continue

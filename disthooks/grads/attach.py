@@ -241,7 +241,7 @@ def _attach(engine: Engine, models: Sequence[nn.Module], optimizer: Any, config:
 def _refuse_different_copies(engine: Engine, shards: Sequence[Shard], group: Any, device: torch.device) -> None:
     """Raise AttachError if ranks have different values of a parameter whose gradient nobody reduces."""
     apart = [shard for shard in shards if shard.sharding == "unreduced" and shard.parameter.requires_grad]
-    if not apart:
+    if not apart or group is None:
         return
     checksums = Checksums()
     values = [int(checksums(shard.values().detach())) for shard in apart]

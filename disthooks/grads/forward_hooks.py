@@ -289,7 +289,7 @@ class _InputReader(_Reader):
 def _chosen(engine: Engine, wanted: Sequence[Sequence[Pattern]]) -> dict[str, nn.Module]:
     """The modules that any of the lists of patterns matches; an empty list is for those without modules inside."""
     chosen: dict[str, nn.Module] = {}
-    for model, prefix in zip(engine.models, engine.prefixes(), strict=True):
+    for model, prefix in zip(engine.models, engine.prefixes, strict=True):
         found: set[int] = set()
         for patterns in wanted:
             if patterns:
