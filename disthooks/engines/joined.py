@@ -114,7 +114,7 @@ class Joined(Engine):
         try:
             self._check(parameters)
             local = list(self._local(parameters, experts))
-        except AttachError as error:  # raised on all ranks, so that none waits for this one
+        except UsageError as error:  # raised on all ranks, so that none waits for this one
             failure = str(error)
         self._gather = gather
         told = gather((failure, [tuple(each.described) for each in local]))

@@ -76,6 +76,7 @@ class Gradients(Attachment):
         steps: how many steps of the optimizer there have been.
         nonfinite_steps: how many of them are known to have had gradients that were not finite. Each of them is known
             where ``stats.NonFinite`` or ``SkipNonFinite`` looks, otherwise those that were logged with a norm.
+        takes_loss_of_backward: whether the loss that a framework's ``backward`` is called with is that of a micro-batch.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Gradients(Attachment):
         self.nonfinite_steps = 0
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
+        self.takes_loss_of_backward = True
         self._was_logged = self._was_measured = True  # the step that was made last
         self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
         self._log_when: list[Callable[[int], bool]] = []
@@ -150,7 +152,8 @@ class Gradients(Attachment):
 
     def note_loss_of_backward(self, loss: Any) -> None:
         """Hand in the loss that a framework's ``backward`` is called with, unless the model's outputs have one."""
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not self._runner.forward_hooks.gives_loss:
+        is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        if is_loss and self.takes_loss_of_backward and not self._runner.forward_hooks.gives_loss:
             self.note_loss(loss)
 
     def _before_clipping(

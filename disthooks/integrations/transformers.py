@@ -151,6 +151,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def _go_on(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
         """Load the state from the checkpoint that the Trainer resumes from, and log the steps that the Trainer logs."""
+        gradients.takes_loss_of_backward = False  # the Trainer has divided it by the number of micro-batches
         if not resumed or not load_into(gradients, self._file(trainer, resumed)):
             gradients.load_state_dict({**gradients.state_dict(), "steps": trainer.state.global_step})
         if trainer.args.logging_strategy == "steps":

@@ -161,6 +161,20 @@ def test_logs_tensorboard_and_sinks(tmp_path: pathlib.Path, monkeypatch: pytest.
     assert {line["step"]: line["loss"] for line in lines if "loss" in line} == pytest.approx(losses)
 
 
+def test_the_loss_of_the_trainer(tmp_path: pathlib.Path) -> None:
+    """It is the mean of the micro-batches, which the model returns; the Trainer gives backward a part of it."""
+    callback = DisthooksCallback(config(rules=[{"kind": "SkipSpike", "least": 2, "sigmas": 50.0}], save=()))
+    made = trainer(tmp_path, [callback], gradient_accumulation_steps=2)
+    made.train()
+    entries = logged(made)
+    assert [entry["gradients/spike"] for entry in entries] == [0.0] * 4
+    latest = callback.prepared.gradients.latest if callback.prepared else {}
+    for entry in entries[2:]:
+        assert entry["gradients/loss_limit"] > entry["loss"] > 0
+    if latest:
+        assert math.isclose(latest["loss"], entries[-1]["loss"], rel_tol=1e-3)
+
+
 def test_trained_twice_and_after_a_training_that_raised(tmp_path: pathlib.Path) -> None:
     callback = DisthooksCallback(config())
 

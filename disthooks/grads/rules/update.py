@@ -74,8 +74,8 @@ class ClipUpdate(Rule):
     ratio: float | None = None
     by: Literal["all", "parameter"] = "all"
     window: int = 128
-    least: int = 16
-    tolerance: float = 1.5
+    least: int = 32
+    tolerance: float = 2.0
     eps: float = 1e-3
     undo: bool = False
 
