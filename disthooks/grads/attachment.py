@@ -76,7 +76,7 @@ class Gradients(Attachment):
         steps: how many steps of the optimizer there have been.
         nonfinite_steps: how many of them are known to have had gradients that were not finite. Each of them is known
             where ``stats.NonFinite`` or ``SkipNonFinite`` looks, otherwise those that were logged with a norm.
-        takes_loss_of_backward: whether the loss that a framework's ``backward`` is called with is that of a micro-batch.
+        takes_loss_of_backward: whether a framework's ``backward`` is called with the loss of a micro-batch.
     """
 
     def __init__(
