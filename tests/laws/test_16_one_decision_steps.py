@@ -38,6 +38,27 @@ def test_rules_act_when_the_closure_is_done(kind: str) -> None:
     assert watch.steps == 4
 
 
+@pytest.mark.parametrize("rule", [dh.SkipSpike(sigmas=1000.0, least=3, loss=False), dh.ClipUpdate(undo=True)], ids=str)
+@pytest.mark.parametrize("kind", ["SGD", "Counts", "AdamW", "AdamW fused"])
+def test_a_spike_that_a_closure_makes_changes_nothing(kind: str, rule: Any) -> None:
+    model = net()
+    optimizer = MAKE[kind](model.parameters())
+
+    def closure() -> torch.Tensor:
+        backward(model, 0.1 * step)
+        for parameter in model.parameters() if step == 3 else ():
+            parameter.grad.mul_(1e6 if isinstance(rule, dh.SkipSpike) else math.nan)  # type: ignore[union-attr]
+        return torch.zeros(())
+
+    found = []
+    with dh.gradients(model, optimizer, rules=[rule], every=1):
+        for step in range(5):
+            before = everything(model, optimizer)
+            optimizer.step(closure)
+            found.append(same(everything(model, optimizer)[:4], before[:4]))
+    assert found == [False, False, False, True, False]
+
+
 def test_an_optimizer_that_moves_before_its_closure_cannot_skip() -> None:
     class Looks(Own):
         @torch.no_grad()
