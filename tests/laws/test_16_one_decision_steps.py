@@ -45,14 +45,14 @@ def test_a_spike_that_a_closure_makes_changes_nothing(kind: str, rule: Any) -> N
     optimizer = MAKE[kind](model.parameters())
 
     def closure() -> torch.Tensor:
-        backward(model, 0.1 * step)
-        for parameter in model.parameters() if step == 3 else ():
+        backward(model, 0.1 * len(found))
+        for parameter in model.parameters() if len(found) == 3 else ():
             parameter.grad.mul_(1e6 if isinstance(rule, dh.SkipSpike) else math.nan)  # type: ignore[union-attr]
         return torch.zeros(())
 
-    found = []
+    found: list[bool] = []
     with dh.gradients(model, optimizer, rules=[rule], every=1):
-        for step in range(5):
+        for _ in range(5):
             before = everything(model, optimizer)
             optimizer.step(closure)
             found.append(same(everything(model, optimizer)[:4], before[:4]))
