@@ -76,7 +76,6 @@ class Gradients(Attachment):
         steps: how many steps of the optimizer there have been.
         nonfinite_steps: how many of them are known to have had gradients that were not finite. Each of them is known
             where ``stats.NonFinite`` or ``SkipNonFinite`` looks, otherwise those that were logged with a norm.
-        takes_loss_of_backward: whether a framework's ``backward`` is called with the loss of a micro-batch.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Gradients(Attachment):
         self.nonfinite_steps = 0
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
-        self.takes_loss_of_backward = True
+        self._parts_of_loss: Callable[[], int] | None = None
         self._was_logged = self._was_measured = True  # the step that was made last
         self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
         self._log_when: list[Callable[[int], bool]] = []
@@ -152,9 +151,21 @@ class Gradients(Attachment):
 
     def note_loss_of_backward(self, loss: Any) -> None:
         """Hand in the loss that a framework's ``backward`` is called with, unless the model's outputs have one."""
-        is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
-        if is_loss and self.takes_loss_of_backward and not self._runner.forward_hooks.gives_loss:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return
+        if self._parts_of_loss is not None:
+            self.note_loss(loss.detach() * self._parts_of_loss())
+        elif not self._runner.forward_hooks.gives_loss:
             self.note_loss(loss)
+
+    def take_loss_of_backward(self, parts: Callable[[], int]) -> None:
+        """Take the loss from ``backward`` from now on, and not from the model's outputs.
+
+        Args:
+            parts: into how many parts the framework divides the loss of a step, one for each micro-batch.
+        """
+        self._parts_of_loss = parts
+        self._runner.forward_hooks.takes_outputs = False
 
     def _before_clipping(
         self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]

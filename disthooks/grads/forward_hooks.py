@@ -66,13 +66,14 @@ class ForwardHooks:
         names: the names of the modules whose outputs are read, in the order of the model; on each rank those of all.
         called: the places of these modules in :attr:`names`, in the order in which they were called first.
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
-        gives_loss: whether the last forward returned a loss, which was kept.
+        gives_loss: whether the last forward returned a loss.
+        takes_outputs: whether such a loss is kept.
     """
 
     def __init__(self, engine: Engine, called: Sequence[nn.Module], needs: Sequence[ForwardNeeds]) -> None:
         self._models, self._called = engine.models, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
-        self.gives_loss = False
+        self.gives_loss, self.takes_outputs = False, True
         self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
         self._needs_loss_always = any(need.loss == "always" for need in needs)
         self._has_facts = any(need.facts for need in needs)
@@ -227,7 +228,7 @@ class ForwardHooks:
         found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         loss = found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
         self.gives_loss = loss is not None
-        if self._has_loss and loss is not None:
+        if self._has_loss and self.takes_outputs and loss is not None:
             self.note_loss(loss)
 
 

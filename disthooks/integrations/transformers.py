@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -151,7 +152,9 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def _go_on(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
         """Load the state from the checkpoint that the Trainer resumes from, and log the steps that the Trainer logs."""
-        gradients.takes_loss_of_backward = False  # the Trainer has divided it by the number of micro-batches
+        # The Trainer divides the loss of a step by its micro-batches or its tokens, so each backward gets a part of it.
+        of = weakref.ref(trainer)
+        gradients.take_loss_of_backward(lambda: getattr(of(), "current_gradient_accumulation_steps", 1))
         if not resumed or not load_into(gradients, self._file(trainer, resumed)):
             gradients.load_state_dict({**gradients.state_dict(), "steps": trainer.state.global_step})
         if trainer.args.logging_strategy == "steps":
