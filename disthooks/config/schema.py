@@ -180,7 +180,9 @@ def expected(hint: Any) -> str:
     >>> expected(float | None), expected(Literal["a", "b"]), expected(int | str)
     ('a number or null', "'a' or 'b'", 'a whole number or a text')
     """
-    return " or ".join(dict.fromkeys(_named(part) for part in _choices(hint)))
+    # No file can hold a function.
+    parts = [part for part in _choices(hint) if typing.get_origin(part) is not collections.abc.Callable]
+    return " or ".join(dict.fromkeys(_named(part) for part in parts or _choices(hint)))
 
 
 def choices(hint: Any) -> list[str]:

@@ -41,7 +41,10 @@ def _proven(few: list[dict[str, Any]], every_step: list[dict[str, Any]], leads: 
     assert not any("grad_norm/peak" in record for record in (few[0], *every_step))
     norms = {record["step"]: record["grad_norm"] for record in every_step if record["step"] <= EVERY}
     assert few[1]["grad_norm/peak_step"] == max(norms, key=lambda step: norms[step]) == SPIKE
-    assert few[1]["grad_norm/peak"] == norms[SPIKE] > 10 * few[1]["grad_norm"] == 10 * norms[EVERY]
+    # A step that is not logged sums small gradients together, in float32.
+    assert few[1]["grad_norm/peak"] == pytest.approx(norms[SPIKE], rel=1e-6)
+    assert few[1]["grad_norm"] == pytest.approx(norms[EVERY], rel=1e-6)
+    assert norms[SPIKE] > 10 * norms[EVERY]
     assert few[1].get("grad_norm/peak_rank") == leads
 
 

@@ -85,7 +85,9 @@ WRONG: dict[str, Wrong] = {
     "a statistic for a rule": Wrong(_rule("kind: MaxAbs"), 4, "'MaxAbs' is a stat, no rule"),
     "an argument missing": Wrong(_rule("kind: ClipNorm"), 4, "ClipNorm needs 'max_norm'"),
     "a directory missing": Wrong(_STORE + "OnDisk\n", 3, "OnDisk needs 'directory'"),
-    "a word for a number": Wrong(_rule("kind: ClipNorm\n    max_norm: big"), 5, "a number is needed, got 'big'"),
+    "a word for a number": Wrong(
+        _rule("kind: ClipNorm\n    max_norm: big"), 5, "a number or a mapping is needed, got 'big'"
+    ),
     "a word that is not one": Wrong(_rule("{kind: ClipNorm, max_norm: 1, by: parameters}"), 4, "mean 'parameter'?"),
     "a negative norm": Wrong(_rule("{kind: ClipNorm, max_norm: -1}"), 4, "a positive, finite number is needed"),
     "a negative limit": Wrong(_store("{kind: OnCpu, limit: -1}"), 3, "limit=-1 is not a number of bytes"),
