@@ -19,7 +19,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-clip bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
 
 demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -97,6 +97,10 @@ bench-overhead: $(READY)
 # Some 6 minutes on 2 cores; peers that are not installed are named.
 bench-gradients: $(READY)
 	$(RUN) benchmarks/gradients.py $(ARGS)
+
+# ClipNorm and the optimizer's step beside torch's clip_grad_norm_ and step: two minutes.
+bench-clip: $(READY)
+	$(RUN) benchmarks/clip.py $(ARGS)
 
 # All statistics on the CPU beside an older commit and torch's clip_grad_norm_, in turn:  make bench-reading COMMIT=v0.1.0
 bench-reading: $(READY)

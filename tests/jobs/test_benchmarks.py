@@ -412,6 +412,16 @@ def test_faults_in_training_are_named(tmp_path: pathlib.Path) -> None:
     assert found["right"] >= 9, found["failures"]
 
 
+@pytest.mark.full_tier
+def test_clipping_beside_torch_is_measured(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "clip.json"
+    done = _script("benchmarks/clip.py", "--threads", "1", "--rounds", "1", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ratios = json.loads(out.read_text())["clip_and_step_against_torch"]
+    assert len(ratios) == 8
+    assert all(0.2 < each < 5 for each in ratios.values())
+
+
 @pytest.mark.second_tier
 def test_induced_spikes_and_their_alarm(tmp_path: pathlib.Path) -> None:
     """A model that is too small for its figures to mean anything: each fault and rule is run, and drawn."""
