@@ -2,9 +2,9 @@
 
     make bench-clip                          # or: python benchmarks/clip.py --threads 1 2
 
-Two equal models have the same gradients in each round. One has ``ClipNorm`` attached, and its step is not logged. Before
-the step of the other torch clips. Both step by AdamW (foreach). The models have 100 or 2,000 parameters, of 64 to 4,096
-elements each, or of 27 million together; the norm is above the limit or below it.
+Two equal models have the same gradients in each round. One has ``ClipNorm`` attached, and its steps are not logged. In
+the other torch clips before the step. Both step by AdamW (foreach). The models have 100 or 2,000 parameters, of 64 to
+4,096 elements each, or of 27 million together; the norm is above the limit or below it.
 """
 
 from __future__ import annotations
