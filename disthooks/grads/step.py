@@ -220,6 +220,7 @@ class StepRunner:
         self._parameters = [shard.parameter for shard in plan.shards]
         self._is_owner = [shard.is_owner for shard in plan.shards]
         self._is_unreduced = [shard.sharding == "unreduced" and not shard.is_owner for shard in plan.shards]
+        self._undoes = any(bound.rule.undo for bound in plan.after.rules)
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
         self._update: _Update | None = None
@@ -258,8 +259,7 @@ class StepRunner:
                     grad.copy_(copy * scale)
         self._deferred_errors.set(result.deferred_errors)
         if self.plan.after.layout(is_logged).uses:
-            undoes = any(bound.rule.undo for bound in self.plan.after.rules)
-            snapshot = OptimizerSnapshot(optimizers) if undoes else None
+            snapshot = OptimizerSnapshot(optimizers) if self._undoes else None
             copies = self._copy_parameters(reuse_copies)
             self._update = _Update(result, is_logged, copies, snapshot, tuple(optimizers))
         return result
@@ -382,15 +382,17 @@ class StepRunner:
         )
 
     def _copy_parameters(self, reuse: bool) -> Grads:
-        """The parameters as they are now: all that a rule may change, and those that this rank owns.
+        """The parameters as they are now: those that this rank owns, and all that a rule may change.
 
+        An undone step puts every parameter back, also those that the rule is not for and those of other owners.
         With ``reuse`` the memory stays for the next logged step: to allocate it takes longer than to fill it.
         """
         if not self.plan.after.needs_before:
             return []
+        shards = self.plan.shards
         changed = {i for bound in self.plan.after.rules for i in bound.indices}
-        everything = enumerate(self.plan.shards)
-        values = [shard.values().detach() if shard.is_owner or i in changed else None for i, shard in everything]
+        is_copied = [self._undoes or shard.is_owner or i in changed for i, shard in enumerate(shards)]
+        values = [shard.values().detach() if wanted else None for shard, wanted in zip(shards, is_copied, strict=True)]
         copies = self._copies
         if not reuse or [_kind(value) for value in values] != [_kind(copy) for copy in copies]:
             copies = [None if value is None else torch.empty_like(value) for value in values]

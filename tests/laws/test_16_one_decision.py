@@ -382,3 +382,20 @@ def _two(rank: int, engine: str) -> bool:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp", "fsdp1"])
 def test_skip_survives_a_second_attachment_on_ranks(ranks: Ranks, engine: str) -> None:
     assert ranks(_two, engine) == [False, False]
+
+
+def _undone(rank: int, engine: str) -> bool:
+    model = make(engine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    rule = dh.only("mid.*", dh.ClipUpdate(sigmas=None, ratio=1e-9, undo=True))
+    with dh.gradients(model, optimizer, rules=[rule]):
+        loss_of(model, 0, engine, rank).backward()
+        optimizer.step()
+    return same(before, list(model.parameters())) and not any(s["step"].any() for s in optimizer.state.values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp", "fsdp1"])
+def test_a_step_is_undone_in_parameters_that_the_rule_is_not_for(ranks: Ranks, engine: str) -> None:
+    assert ranks(_undone, engine) == [True, True]
