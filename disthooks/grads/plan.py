@@ -9,9 +9,9 @@ The plan is made once, at attach, and is the same in every step.
 # vector has the same length on every rank, also on a rank that has no gradient, because the length depends only on
 # names and shapes. So each rank takes part in every all-reduce, and the bytes do not grow with the world size. A step
 # takes one round. It takes one more round for each rule that measures a gradient which an earlier rule in the round
-# rewrites: `[ClipValue, ClipNorm]` takes two rounds, and `[ClipNorm, ClipValue]` takes one. What is measured after the
-# update takes one more. All of this is known at
-# attach, so no rank ever has to ask another rank how many collectives come next.
+# rewrites: `[ClipValue, ClipNorm]` takes two rounds, and `[ClipNorm, ClipValue]` takes one. A measure that compares the
+# parameters before and after the update takes one round more. All of this is known at attach, so no rank ever has to
+# ask another rank how many collectives come next.
 
 # [Note: pieces of a vector]
 # The host must not wait for the device here. So the numbers of some parameters are taken out of a vector by slices and

@@ -232,7 +232,7 @@ class _Around:
                     setattr(self.accelerator, name, true)
 
     def backward(self, loss: Any, **kwargs: Any) -> Any:
-        """Hand in the loss, then run backward. Of several models nobody knows whose loss it is."""
+        """Hand in the loss, then run backward. With several models it is unknown whose loss it is."""
         if len(self.attached) == 1:
             self.attached[0].note_loss_of_backward(loss)
         return self.true["backward"](loss, **kwargs)
