@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, str]] = {
         "MaxAbs": "disthooks.grads.stats.norms:MaxAbs",
         "Moments": "disthooks.grads.stats.elements:Moments",
         "NoiseScale": "disthooks.grads.stats.across_ranks:NoiseScale",
-        "NonFinite": "disthooks.grads.stats.norms:NonFinite",
+        "NonFinite": "disthooks.grads.stats.nonfinite:NonFinite",
         "Norm": "disthooks.grads.stats.norms:Norm",
         "OptimizerState": "disthooks.grads.stats.optimizer_state:OptimizerState",
         "RankMaxAbs": "disthooks.grads.stats.across_ranks:RankMaxAbs",

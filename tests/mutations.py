@@ -83,7 +83,7 @@ MUTATIONS = (
         "return keys",
         "tests/unit/grads tests/laws",
     ),
-    Mutation("grads/stats/scan.py", "_LEADS = 0.1", "_LEADS = 1e9", "tests/engines/test_norm_peak.py"),
+    Mutation("grads/stats/nonfinite.py", "_LEADS = 0.1", "_LEADS = 1e9", "tests/engines/test_norm_peak.py"),
     # engines
     Mutation(
         "engines/fsdp1.py",

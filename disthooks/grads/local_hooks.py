@@ -28,8 +28,8 @@ from disthooks.errors import UsageError
 from disthooks.grads.plan import StepPlan, scope_of
 from disthooks.grads.rules.base import MicroBatch, Rule
 from disthooks.grads.stats.base import LocalFact, LocalStats, Stat, largest_of, scalar
+from disthooks.grads.stats.nonfinite import finite_probe
 from disthooks.grads.stats.norms import norms
-from disthooks.grads.stats.scan import finite_probe
 
 UNCAPTURED = (
     "let the optimizer step outside of the graph, and in a captured backward have nothing look at gradients before "

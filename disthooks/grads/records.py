@@ -44,8 +44,8 @@ from disthooks._streams import current_stream, event_on, on_accelerator
 from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.sinks.base import RecordWriter
 from disthooks.grads.stats.base import Found, Measure, Stat, State
+from disthooks.grads.stats.nonfinite import NonFiniteCount, OwnLead, OwnNonFinite, leader, ranks_in
 from disthooks.grads.stats.norms import Power
-from disthooks.grads.stats.scan import NonFiniteCount, OwnLead, OwnNonFinite, leader, ranks_in
 
 _MOST_NAMED = 10  # parameters that a record names
 _NORMS = 128  # see [Note: recent steps]

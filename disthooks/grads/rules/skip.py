@@ -15,8 +15,8 @@ from disthooks.errors import NonFiniteError
 from disthooks.grads.rules.base import Rule, State, Work, check_count
 from disthooks.grads.stats.across_ranks import NonFiniteUnreduced
 from disthooks.grads.stats.base import Measure
+from disthooks.grads.stats.nonfinite import OwnNonFinite
 from disthooks.grads.stats.norms import Power
-from disthooks.grads.stats.scan import OwnNonFinite
 
 
 @register("rule")

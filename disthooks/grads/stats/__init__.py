@@ -8,7 +8,8 @@ from disthooks.grads.stats.base import Found, Stat
 from disthooks.grads.stats.elements import Extremes, Histogram, Moments, Zeros
 from disthooks.grads.stats.fingerprints import Fingerprints
 from disthooks.grads.stats.forward import Activations, Loss, Times
-from disthooks.grads.stats.norms import MaxAbs, NonFinite, Norm
+from disthooks.grads.stats.nonfinite import NonFinite
+from disthooks.grads.stats.norms import MaxAbs, Norm
 from disthooks.grads.stats.optimizer_state import OptimizerState
 from disthooks.grads.stats.spikes import SpikeScore
 from disthooks.grads.stats.updates import Updates, Weights

@@ -1,11 +1,10 @@
-"""``Norm``, ``MaxAbs`` and ``NonFinite``, with the sums of powers and the largest magnitudes that they are made of."""
+"""``Norm`` and ``MaxAbs``, with the sums of powers and the largest magnitudes that they are made of."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,8 +13,8 @@ from disthooks._torch import flatten
 from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, to_sortable
-from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide
-from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnLead, OwnNonFinite, compute_facts, ranks_in
+from disthooks.grads.stats.base import Fact, Local, Measure, Merge, Stat, peaks, real, stack, wide
+from disthooks.grads.stats.scan import compute_facts
 
 # [Note: float32 norms on the CPU]
 # On the CPU a norm in float64 takes about a hundred times as long as one in float32 (decision 103), so norms of order 1
@@ -391,59 +390,3 @@ class MaxAbs(Stat):
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"grad_max_abs": Power(math.inf).norm(values[0], dim=1)}
-
-
-@register("stat")
-@dataclass(frozen=True)
-class NonFinite(Stat):
-    """How many elements are infinite or not a number, in which parameters, and on which ranks it began.
-
-    The log gets three values:
-
-    - ``nonfinite``: the number of such elements; each element of a parameter counts once;
-    - ``nonfinite_at``: a list of ``{"param": name, "count": n, "rank": r, "before": behind}`` for parameters that have
-      such elements; a record names at most ten, the last ones in model order first. ``r`` is the lowest global rank
-      whose own gradient of that parameter was not finite before any reduction. It is None if that gradient was finite
-      on every rank when it was measured: it became non-finite later in backward (another hook, a communication hook),
-      or in the reduction. ``behind`` is the next parameter, if that is finite: a NaN of backward begins between both;
-    - ``nonfinite_ranks``: all global ranks whose own gradients were not finite before any reduction.
-
-    A step with such elements is logged in any case, with its own step number, whatever ``every`` is. Of several such
-    steps in a row the first one is logged (:mod:`disthooks.grads.records`). This costs one reading of each gradient in
-    every backward, and one SUM in every step.
-
-    The same SUM has the norm of every step. If steps are not logged, the next record has the largest finite norm since
-    the record before it, ``grad_norm/peak``, and its step, ``grad_norm/peak_step``. If the own gradients of one rank
-    were the largest by far in this step, it has this rank, ``grad_norm/peak_rank``.
-
-    >>> counts, first = torch.tensor([[0.0], [3.0]]), torch.tensor([[0], [2]])
-    >>> rows = {NonFiniteCount(): counts, FirstToFail(): first, OwnNonFinite(): torch.tensor([[0.0], [3.0]])}
-    >>> NonFinite().record(Found(["w", "b"], {}, rows, [4, 5]))
-    {'nonfinite': 3, 'nonfinite_at': [{'param': 'b', 'count': 3, 'rank': 4}], 'nonfinite_ranks': [4, 5]}
-    """
-
-    def measures(self) -> tuple[Measure, ...]:
-        return NonFiniteCount(), FirstToFail(), OwnNonFinite(), Power(2.0), OwnLead()
-
-    def always(self) -> tuple[Measure, ...]:
-        # All are merged by a SUM, so a step that is not logged takes one all-reduce and not two (decision 92).
-        return NonFiniteCount(), OwnNonFinite(), Power(2.0), OwnLead()
-
-    def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"nonfinite": values[0][:, 0]}
-
-    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        counts, firsts, marks = (found.rows[measure][:, 0].tolist() for measure in self.measures()[:3])
-        ranks = [found.ranks[len(found.ranks) - first] if first > 0 else None for first in firsts]
-        at = [
-            {"param": name, "count": int(count), "rank": rank}
-            for name, count, rank in zip(found.names, counts, ranks, strict=True)
-            if count
-        ]
-        # With more ranks than bits the marks do not name every rank, but the first one to fail is always known.
-        made = {rank for rank, count in zip(ranks, counts, strict=True) if count and rank is not None}
-        for mark, count in zip(marks, counts, strict=True):
-            made |= set((ranks_in(mark, found.ranks) or ()) if count else ())
-        columns = self.numbers([self.scoped(found, NonFiniteCount())])
-        numbers = self.named(found, {name: [int(each) for each in column] for name, column in columns.items()})
-        return numbers | {"nonfinite_at": at, "nonfinite_ranks": sorted(made)}

@@ -1,16 +1,17 @@
 """Read each gradient once for all statistics: count, sum, squares, extremes, zeros, and elements that are not finite.
 
 :func:`scan` finds the facts of a gradient. Measures ask for them by :func:`compute_facts`, which reads nothing again if
-another measure needed the same fact. The second half of the file has the measures of elements that are not finite.
+another measure needed the same fact.
 """
 
 # [Note: one reading of the gradients]
 # On a GPU one Triton kernel reads each gradient once for all facts and for the histogram (kernels.py). The rest of this
 # note is about torch operations, which read gradients on the CPU, in float64, or where Triton does not work.
 # Several operations read each gradient, one for each fact. Gradients are cut into blocks that stay in the cache of a
-# CPU, so only the first operation waits for memory (decision 59). Small gradients of one size are put side by side, so
-# one operation reads many of them. Rows of 1024 elements are summed in float32 (in float64 if the gradients are
-# float64), and the sums of the rows are added in float64: so a long sum loses no digits, and no element is converted.
+# CPU, so only the first operation waits for memory (decision 59). Small gradients are put side by side, so that one
+# operation reads many of them. Rows of 1024 elements are summed in float32 (in float64 if the gradients are float64),
+# and the sums of the rows are added in float64: so a long sum loses no digits, and no element is converted. What does
+# not fill a row goes into a shorter one, the width of which is a power of two, with zeros behind its end.
 # On the CPU the host may look at a result without waiting, so rare cases (an overflow, a cancellation, an element that
 # is not finite, a zero) are found there from the sums and the counts, and only then the blocks are read again. On an
 # accelerator the host would have to wait, so those cases are always computed.
@@ -18,29 +19,22 @@ another measure needed the same fact. The second half of the file has the measur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from disthooks.engines.base import Shard
 from disthooks.grads.stats import fused
 from disthooks.grads.stats.base import (
     SMALL_ROW,
     CountRows,
     Fact,
     Local,
-    LocalFact,
     LocalStats,
-    Measure,
     Merge,
-    Per,
     exact_norms,
     moved,
     onto,
-    real,
-    stack,
     take,
     wide,
 )
@@ -193,27 +187,93 @@ def _by_kernels(given: Given, names: Sequence[Fact], counting: CountRows | None)
 
 
 def _by_operations(given: Given, names: list[Fact], counting: CountRows | None) -> list[_Part]:
-    """Read gradients by torch operations. As many of one size as fit into one block are read together."""
-    counter = MagnitudeCounter() if counting else None
-    reader, parts = _Reader(names, counter), list[_Part]()
-    groups: dict[tuple[torch.device, torch.dtype, int, int], list[tuple[int, torch.Tensor]]] = {}
-    for i, grad in given:
-        row = counting.of[i] if counting else 0
-        groups.setdefault((grad.device, grad.dtype, grad.numel(), row), []).append((i, grad))
-    for (device, _, size, row), members in groups.items():
-        many = max(1, _block(device) // size)
-        for at in range(0, len(members), many):
-            places, grads = zip(*members[at : at + many], strict=True)
-            parts.append(_Part(places, reader.table(grads, row), None))
-    if counting and counter:
-        for device in dict.fromkeys(grad.device for _, grad in given):
-            none = torch.zeros(len(names), 0, dtype=torch.float64, device=device)
-            parts.append(_Part((), none, counter.counts(counting.many, device)))
+    """Read gradients by torch operations."""
+    parts = []
+    for device in dict.fromkeys(grad.device for _, grad in given):
+        places, grads = zip(*[(i, grad) for i, grad in given if grad.device == device], strict=True)
+        reader = _Reader(names, MagnitudeCounter() if counting else None)
+        table = reader.table(grads, [counting.of[i] if counting else 0 for i in places])
+        counter = reader.counter
+        parts.append(_Part(places, table, counter.counts(counting.many, device) if counting and counter else None))
     return parts
 
 
+class _Block:
+    """Rows of equal width that are read together. Behind the end of a row that is shorter are zeros.
+
+    Attributes:
+        width: the elements of a row.
+        counted_in: the row of :class:`CountRows` that the magnitudes are added to.
+        pieces: what the rows are made of: for each piece some full rows of one gradient, or one row that is shorter.
+        owners, many, lengths: for each piece the place of the gradient, how many rows it has, and their length.
+        room: how many elements may be added.
+    """
+
+    def __init__(self, width: int, counted_in: int, room: int) -> None:
+        self.width, self.counted_in, self.room, self.pieces = width, counted_in, room, list[torch.Tensor]()
+        self.owners, self.many, self.lengths = list[int](), list[int](), list[int]()
+
+    @property
+    def padding(self) -> int:
+        """How many zeros there are behind rows that are shorter; only rows that are pieces of their own are."""
+        return self.width * len(self.lengths) - sum(self.lengths)
+
+    def rows(self, room: Room) -> torch.Tensor:
+        """The elements, of shape (rows, width); valid until this is called for another block with the same ``room``."""
+        flat = self.pieces
+        if flat[0].is_complex():
+            flat = [piece.abs() for piece in flat]
+        if len(flat) == 1 and self.lengths[0] == self.width:
+            return flat[0].view(-1, self.width)
+        if self.padding:
+            zeros = flat[0].new_zeros(self.width)
+            tails = {n: zeros[n:] for n in set(self.lengths)}
+            flat = [part for piece, n in zip(flat, self.lengths, strict=True) for part in (piece, tails[n])]
+        out = room.of((sum(self.many) * self.width,), flat[0].dtype, "rows") if flat[0].is_cpu else None
+        return torch.cat(flat, out=out).view(-1, self.width)
+
+
+def _blocks(grads: Sequence[torch.Tensor], counted_in: Sequence[int]) -> list[_Block]:
+    """Blocks of the elements of ``grads``, which are on one device; ``counted_in`` has a row for each."""
+    blocks: list[_Block] = []
+    last: dict[tuple[torch.dtype, int, int], _Block] = {}
+    most = _block(grads[0].device)
+
+    def put(owner: int, piece: torch.Tensor, size: int, width: int) -> None:
+        key = (piece.dtype, width, counted_in[owner])
+        rows = -(-size // width)
+        block = last.get(key)
+        # A long piece is read where it is, and short ones are copied side by side.
+        if block is None or block.room < rows * width or size > most // 4:
+            block = last[key] = _Block(width, counted_in[owner], most)
+            blocks.append(block)
+        block.room -= rows * width
+        block.pieces.append(piece)
+        block.owners.append(owner)
+        block.many.append(rows)
+        block.lengths.append(min(size, width))
+
+    for owner, grad in enumerate(grads):
+        flat, size = _flat(grad), grad.numel()
+        whole = size // _ROW * _ROW
+        for at in range(0, whole, max(most, _ROW)):
+            end = min(at + max(most, _ROW), whole)
+            put(owner, flat[at:end], end - at, _ROW)
+        if whole < size:
+            rest = size - whole
+            put(owner, flat[whole:] if whole else flat, rest, 1 << (rest - 1).bit_length())
+    return blocks
+
+
+def _flat(grad: torch.Tensor) -> torch.Tensor:
+    """The elements in any order, in one dimension; without a copy if they lie in memory without gaps."""
+    if not grad.is_contiguous():
+        grad = grad.permute(sorted(range(grad.ndim), key=grad.stride().__getitem__, reverse=True))
+    return grad.reshape(-1)
+
+
 class _Reader:
-    """Reads gradients of one size, block by block. See [Note: one reading of the gradients].
+    """Reads gradients of one device, block by block. See [Note: one reading of the gradients].
 
     Kernels read the blocks and give numbers for each row. The facts of a gradient are made of the facts of its rows.
     """
@@ -228,101 +288,146 @@ class _Reader:
             ({"squares", "m2"}, "squares", _norms),
         ]
         self._kernels = [(name, kernel) for needed_by, name, kernel in kernels if needed_by & wanted]
-        self._extremes = wanted & _LARGEST
+        self._extremes = [name for name in names if name in _LARGEST]
         self._room = Room()
 
-    def table(self, grads: Sequence[torch.Tensor], row: int) -> torch.Tensor:
-        """The facts of ``grads``, which have the same size: a row for each fact, a column for each gradient.
+    def table(self, grads: Sequence[torch.Tensor], counted_in: Sequence[int]) -> torch.Tensor:
+        """The facts of ``grads``: a row for each fact, a column for each gradient.
 
-        Their magnitudes are counted in ``row``, if there is a counter.
+        Their magnitudes are counted in the rows ``counted_in``, if there is a counter.
         """
-        blocks = self._blocks(grads)
-        # Rows have 1024 elements, and the last one has the rest.
-        size, many = grads[0].numel(), -(-grads[0].numel() // _ROW)
-        widths = torch.full((many,), _ROW, dtype=torch.float64, device=grads[0].device)
-        widths[-1:].fill_(size - _ROW * (many - 1))
-        parts = [self._read(block, row) for block in blocks]
+        device, blocks = grads[0].device, _blocks(grads, counted_in)
+        per_piece = torch.tensor([part for block in blocks for part in zip(block.owners, block.lengths, strict=True)])
+        many = torch.tensor([rows for block in blocks for rows in block.many])
+        owners, lengths = torch.repeat_interleave(per_piece, many, dim=0).unbind(1)
+        of_row = moved(lengths.double(), device)
+        widths = torch.split(of_row, [sum(block.many) for block in blocks])
+        parts = [self._read(block, width) for block, width in zip(blocks, widths, strict=True)]
         if not self.names:
-            return torch.zeros(0, len(grads), dtype=torch.float64, device=widths.device)
-        found = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in parts[0]}
-        if widths.is_cpu:
-            for name in ("sum", "abs", "squares"):
-                if name in found:
-                    _repair(name, found[name], blocks)
+            return torch.zeros(0, len(grads), dtype=torch.float64, device=device)
+        found = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
+        if device.type == "cpu":
+            self._repair(found, blocks)
         if "m2" in self.names:
-            found["sum"], m2 = _moments(blocks, found["sum"], found["squares"].square(), widths)
+            found["sum"], found["m2"] = self._moments(blocks, widths, found["sum"], found["squares"].square())
         # The facts that are not a kernel's result as it is. Only those that were asked for are computed.
         rest: dict[str, Callable[[], torch.Tensor]] = {
-            "count": lambda: widths.expand(len(grads), many),
-            "m2": lambda: m2,
+            "count": lambda: of_row,
             "squares": lambda: found["squares"].square(),
-            "zeros": lambda: widths - found["zeros"],
+            "zeros": lambda: of_row - found["zeros"],
             "low": lambda: -found["low"],
-            "nonfinite": lambda: _nonfinite(blocks, found["sum" if "sum" in found else "squares"]),
+            "nonfinite": lambda: self._nonfinite(blocks, found["sum" if "sum" in found else "squares"]),
         }
-        rows = torch.stack([rest[name]() if name in rest else found[name] for name in self.names])
-        # The facts of a gradient from those of its rows: sums are added, and of extremes the largest counts.
+        # The rows of a gradient are put side by side: those of its last row came from another block.
+        order = moved(owners.argsort(stable=True), device)
+        rows = torch.stack([rest[name]() if name in rest else found[name] for name in self.names])[:, order]
+        counts = moved(torch.bincount(owners, minlength=len(grads)), device)
         added = sum(name not in _LARGEST for name in self.names)
-        sums, extremes = rows[:added].sum(-1), rows[added:].amax(-1)
-        if "m2" in self.names and many > 1:
+        sums = _merge(rows[:added], counts, "sum")
+        if "m2" in self.names and len(order) > len(grads):
             # To the rows' own "m2" comes a term for the distances between the means of the rows (decision 53).
-            row_sums = rows[self.names.index("sum")]
-            distances = row_sums / widths - row_sums.sum(-1, keepdim=True) / widths.sum()
-            sums[self.names.index("m2")] += (distances.square() * widths).sum(-1)
-        return torch.cat([sums, extremes])
+            row_sums, width = rows[self.names.index("sum")], of_row[order]
+            means = sums[self.names.index("sum")] / _merge(width[None], counts, "sum")[0]
+            distances = row_sums / width - torch.repeat_interleave(means, counts, output_size=len(order))
+            sums[self.names.index("m2")] += _merge((distances.square() * width)[None], counts, "sum")[0]
+        return torch.cat([sums, _merge(rows[added:], counts, "max")])
 
-    def _blocks(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of shape (gradients, rows, 1024); the last view has the elements that do not fill a row."""
-        flat = [real(grad).reshape(-1) for grad in grads]
-        if len(flat) == 1:
-            together = flat[0][None]
-        elif flat[0].is_cpu:
-            together = torch.stack(flat, out=self._room.of((len(flat), len(flat[0])), flat[0].dtype, "stack"))
-        else:
-            together = torch.stack(flat)
-        size, most = together.shape[1], _block(together.device)
-        body = size // _ROW * _ROW
-        step = max(_ROW, most // len(flat) // _ROW * _ROW)
-        blocks = [together[:, at : min(at + step, body)].view(len(flat), -1, _ROW) for at in range(0, body, step)]
-        return blocks + ([together[:, None, body:]] if body < size else [])
-
-    def _read(self, block: torch.Tensor, row: int) -> dict[str, torch.Tensor]:
+    def _read(self, block: _Block, widths: torch.Tensor) -> dict[str, torch.Tensor]:
         """The kernels' results for each row. "squares" is a norm here; "zeros" counts elements that are not zero."""
-        rows = self._widened(block)
+        rows, wanted = self._rows(block), set[str](self.names)
         found: dict[str, torch.Tensor] = {name: kernel(rows) for name, kernel in self._kernels}
-        found |= {name: rows.amax(-1) if name == "high" else rows.amin(-1) for name in self._extremes}
-        if "abs" in self.names:
-            found["abs"] = self._sizes(rows).sum(-1, dtype=None if rows.is_cpu else torch.float64)
+        found |= {name: _extreme(rows, widths if block.padding else None, name == "high") for name in self._extremes}
         smallest = None
-        if self.counter is not None:
-            # The bits of bfloat16 are counted as they are. Other halves are exact in float32.
-            smallest = self.counter.add(row, block if block.dtype == torch.bfloat16 else rows)[0]
-        if "zeros" in self.names:
-            found["zeros"] = self._nonzeros(rows, smallest)
+        if self.counter:
+            ends = [found[name].amax() if name == "high" else -found[name].amin() for name in self._extremes]
+            largest = max(float(end) for end in ends) if rows.is_cpu and len(ends) == 2 else math.inf
+            smallest = self.counter.add(block.counted_in, rows, block.padding, largest)
+        if rows.is_cpu and smallest is not None and not int(smallest):
+            found["zeros"] = widths
+        if {"abs", "zeros"} & wanted - found.keys():
+            sizes = torch.abs(rows, out=self._room.of(rows.shape, rows.dtype, "abs")) if rows.is_cpu else rows.abs()
+            if "abs" in wanted:
+                found["abs"] = sizes.sum(-1, dtype=None if rows.is_cpu else torch.float64)
+            if "zeros" in wanted - found.keys():
+                # The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are
+                # counted five times as fast. This overwrites the magnitudes.
+                bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
+                found["zeros"] = bits.clamp_(max=1).sum(-1, dtype=torch.int32)
         return found
 
-    def _nonzeros(self, rows: torch.Tensor, smallest: torch.Tensor | None) -> torch.Tensor:
-        """How many elements of each row are not zero. ``smallest`` are those with the code of zero, if known."""
-        if smallest is not None and smallest.is_cpu and not int(smallest):
-            return torch.full(rows.shape[:-1], rows.shape[-1], dtype=torch.int32)
-        # The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are counted five
-        # times as fast. This overwrites the magnitudes.
-        sizes = self._sizes(rows)
-        bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
-        return bits.clamp_(max=1).sum(-1, dtype=torch.int32)
+    def _rows(self, block: _Block) -> torch.Tensor:
+        """The rows of ``block`` in the dtype in which they are summed."""
+        rows = block.rows(self._room)
+        dtype = wide(rows.dtype)
+        if not rows.is_cpu or rows.dtype == dtype:
+            return rows.to(dtype)
+        return self._room.of(rows.shape, dtype, "wide").copy_(rows)
 
-    def _sizes(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.abs(rows, out=self._room.of(rows.shape, rows.dtype, "abs")) if rows.is_cpu else rows.abs()
+    def _again(self, blocks: Sequence[_Block], doubt: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read the rows in ``doubt``, a bool for each row of all blocks: for each block their places and elements."""
+        if doubt.is_cpu and not bool(doubt.any()):
+            return
+        at = 0
+        for block, here in zip(blocks, torch.split(doubt, [sum(block.many) for block in blocks]), strict=True):
+            if not doubt.is_cpu:
+                yield torch.arange(at, at + len(here), device=doubt.device), self._rows(block)
+            elif bool(here.any()):
+                yield at + here.nonzero()[:, 0], self._rows(block)[here]
+            at += len(here)
 
-    def _widened(self, block: torch.Tensor) -> torch.Tensor:
-        dtype = wide(block.dtype)
-        if not block.is_cpu or block.dtype == dtype:
-            return block.to(dtype)
-        return self._room.of(block.shape, dtype, "wide").copy_(block)
+    def _repair(self, found: Mapping[str, torch.Tensor], blocks: Sequence[_Block]) -> None:
+        """Replace the numbers of rows for which float32 was too narrow, in place. This is for the CPU.
+
+        There the host may look: a sum that is not finite is summed again in float64, and so is a norm that is very
+        small.
+        """
+        for name in found.keys() & {"sum", "abs", "squares"}:
+            for places, rows in self._again(blocks, _doubt(name, found[name])):
+                found[name][places] = _exactly(name, rows)
+
+    def _moments(
+        self, blocks: Sequence[_Block], widths: Sequence[torch.Tensor], sums: torch.Tensor, squares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each row the sum of its elements, and the sum of their squared distances to their mean ("m2").
+
+        "m2" is the sum of squares minus the squared sum divided by the width, if that difference cancels few digits.
+        If it cancels more, the row is read again: a number near its mean is subtracted from the elements, which float32
+        does almost without rounding, and "m2" is computed from the differences. On an accelerator all rows are read
+        again, because the host would have to wait for the test.
+        """
+        width = torch.cat(list(widths))
+        between = sums.square() / width
+        again, m2 = sums.clone(), (squares - between).clamp(min=0)
+        # See [Note: one reading of the gradients].
+        for places, rows in self._again(blocks, between > squares / 2):
+            of = width[places]
+            near = (sums[places] / of).to(rows.dtype).nan_to_num(0.0, 0.0, 0.0)
+            left = _filled(rows - near.unsqueeze(-1), of, 0.0)
+            rest, distances = left.sum(-1).double(), _norms(left).double()
+            if left.is_cpu:
+                for name, numbers in (("sum", rest), ("squares", distances)):
+                    if bool((doubt := _doubt(name, numbers)).any()):
+                        numbers[doubt] = _exactly(name, left[doubt])
+            again[places] = near.double() * of + rest
+            m2[places] = (distances.square() - rest.square() / of).clamp(min=0)
+        return again, m2
+
+    def _nonfinite(self, blocks: Sequence[_Block], sums: torch.Tensor) -> torch.Tensor:
+        """How many elements of each row are not finite; none in a row whose sum (or norm) is finite."""
+        found = torch.zeros_like(sums)
+        for places, rows in self._again(blocks, ~sums.isfinite()):
+            found[places] = (~torch.isfinite(rows)).sum(-1).double()
+        return found
 
 
 def _block(device: torch.device) -> int:
     return _BLOCK.get(device.type, _BLOCK["cuda"])
+
+
+def _merge(rows: torch.Tensor, counts: torch.Tensor, how: Merge) -> torch.Tensor:
+    """The sum, or the largest, of each gradient's numbers, which are ``counts`` columns one after the other."""
+    merged: torch.Tensor = torch.segment_reduce(rows.T.contiguous(), how, lengths=counts, axis=0, unsafe=True)
+    return merged.T
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
@@ -330,229 +435,31 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _repair(name: str, found: torch.Tensor, blocks: list[torch.Tensor]) -> None:
-    """Replace the numbers of rows for which float32 was too narrow, in place. This is for the CPU.
+def _filled(rows: torch.Tensor, widths: torch.Tensor, value: float) -> torch.Tensor:
+    """``rows`` with ``value`` in place of the zeros behind the first ``widths`` elements of each."""
+    return rows.masked_fill(torch.arange(rows.shape[-1], device=rows.device) >= widths[:, None], value)
 
-    There the host may look: a sum that is not finite is summed again in float64, and so is a norm that is very small.
-    """
+
+def _extreme(rows: torch.Tensor, widths: torch.Tensor | None, largest: bool) -> torch.Tensor:
+    """The largest or the smallest among the first ``widths`` elements of each row; None for all."""
+    nothing = _NOTHING["high"] if largest else -_NOTHING["low"]
+    if widths is not None and not rows.is_cpu:
+        rows = _filled(rows, widths, nothing)
+    found = rows.amax(-1) if largest else rows.amin(-1)
+    if widths is not None and rows.is_cpu and bool((doubt := found == 0).any()):
+        again = _filled(rows[doubt], widths[doubt], nothing)  # it may be one of the zeros behind the end
+        found[doubt] = again.amax(-1) if largest else again.amin(-1)
+    return found
+
+
+def _doubt(name: str, found: torch.Tensor) -> torch.Tensor:
+    """Which sums or norms of rows float32 was perhaps too narrow for."""
     doubt = ~torch.isfinite(found)
+    return doubt | (found < SMALL_ROW) if name == "squares" else doubt
+
+
+def _exactly(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """The sum, the sum of the magnitudes ("abs"), or the norm ("squares") of each of ``rows``, in float64."""
     if name == "squares":
-        doubt |= found < SMALL_ROW
-    if not bool(doubt.any()):
-        return
-    at = 0
-    for block in blocks:
-        here, at = (slice(None), slice(at, at + block.shape[1])), at + block.shape[1]
-        if not bool(doubt[here].any()):
-            continue
-        rows = block[doubt[here]]
-        if name == "squares":
-            found[here][doubt[here]] = exact_norms(rows)
-        else:
-            found[here][doubt[here]] = (rows if name == "sum" else rows.abs()).double().sum(-1)
-
-
-def _moments(
-    blocks: list[torch.Tensor], sums: torch.Tensor, squares: torch.Tensor, widths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row the sum of its elements, and the sum of their squared distances to their mean ("m2").
-
-    "m2" is the sum of squares minus the squared sum divided by the width, if that difference cancels few digits. If it
-    cancels more, every row is read again: a number near the row's mean is subtracted from the elements, which float32
-    does almost without rounding, and "m2" is computed from the differences. On an accelerator the rows are always read
-    again, because the host would have to wait for the test.
-    """
-    between = sums.square() / widths
-    # See [Note: one reading of the gradients].
-    if sums.device.type == "cpu" and not bool((between > squares / 2).any()):
-        return sums, (squares - between).clamp(min=0)
-    found, at = [], 0
-    for block in blocks:
-        rows, width = block.to(wide(block.dtype)), block.shape[-1]
-        near = (sums[:, at : at + rows.shape[1]] / width).to(rows.dtype).nan_to_num(0.0, 0.0, 0.0)
-        left, at = rows - near.unsqueeze(-1), at + rows.shape[1]
-        rest, distances = left.sum(-1).double(), _norms(left).double()
-        if left.is_cpu:
-            _repair("sum", rest, [left])
-            _repair("squares", distances, [left])
-        inside = distances.square() - rest.square() / width
-        found.append(torch.stack([near.double() * width + rest, inside.clamp(min=0)]))
-    again, m2 = torch.cat(found, dim=2)
-    return again, m2
-
-
-def _nonfinite(blocks: list[torch.Tensor], sums: torch.Tensor) -> torch.Tensor:
-    """How many elements of each row are not finite. On the CPU nothing is counted if all sums (or norms) are finite.
-
-    See [Note: one reading of the gradients].
-    """
-    if sums.device.type == "cpu" and bool(sums.isfinite().all()):
-        return torch.zeros_like(sums)
-    return torch.cat([(~torch.isfinite(block)).sum(-1) for block in blocks], dim=1).double()
-
-
-# [Note: ranks as bits]
-# Every step tells which ranks had an own gradient that was not finite (decision 92). Each rank adds a bit of its own to
-# one float64 for each parameter, and the SUM over the ranks loses none of these bits, because they are all different.
-# The mantissa of a float64 holds 52 bits and one that is not stored. With more than 52 ranks the number has instead,
-# above a shift, how many ranks there are, and below it the sum of their places. So it tells the rank if there is one,
-# and that it was all ranks, but not which ones if there are several. The bytes do not grow with the world size.
-
-#: The largest world in which each rank has a bit of its own. See [Note: ranks as bits].
-_BITS = 52
-
-
-@dataclass(frozen=True)
-class NonFiniteCount(Measure):
-    """How many elements of each parameter's final gradient are infinite or NaN."""
-
-    merge: ClassVar[Merge] = "sum"
-    facts: ClassVar[frozenset[Fact]] = frozenset({"nonfinite"})
-
-    def local(self, local: Local) -> torch.Tensor:
-        found = compute_facts(local, self.facts)["nonfinite"]
-        if all(other is None for other in local.unreduced):
-            return found
-        # Gradients that no engine reduces are counted on each rank that has them.
-        return found + stack(local.unreduced, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
-
-
-@dataclass(frozen=True)
-class FirstToFail(Measure):
-    """The first rank whose own gradient of a parameter was not finite: world size minus its place; 0 if there is none.
-
-    The first place gives the largest number, so a MAX over the ranks finds it.
-    """
-
-    merge: ClassVar[Merge] = "max"
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"finite"})
-
-    def local(self, local: Local) -> torch.Tensor:
-        return own_nonfinite(local).long() * (local.world - local.position)
-
-
-@dataclass(frozen=True)
-class OwnNonFinite(Measure):
-    """Which ranks had an own gradient that was not finite, in one number for each parameter.
-
-    :func:`ranks_in` reads the ranks from the merged number. See [Note: ranks as bits].
-    """
-
-    merge: ClassVar[Merge] = "sum"
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"finite"})
-
-    def local(self, local: Local) -> torch.Tensor:
-        return own_nonfinite(local).double() * _mark(local.position, local.world)
-
-
-# [Note: the rank that leads]
-# A step that is not logged makes one SUM and no MAX (decision 92), so it has no key that tells the largest rank. Three
-# sums tell it if it is the largest by far: of each rank's squared norm n and its place p, the sums of n, n·p and n·p².
-# They give the mean and the variance of the place, weighted by squared norms. By Chebyshev's inequality at most 0.4 of
-# the weight is further than 0.5 from the mean if the variance is below 0.1. Then more than half of the weight is at one
-# place, the integer next to the mean. If several ranks have similar norms, no rank leads.
-
-_LEADS = 0.1
-
-
-@dataclass(frozen=True)
-class OwnLead(Measure):
-    """Three sums that tell which rank's own gradients are the largest by far. See [Note: the rank that leads].
-
-    :func:`leader` reads the rank from the merged sums.
-    """
-
-    merge: ClassVar[Merge] = "sum"
-    per: ClassVar[Per] = "scope"
-    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"lead"})
-
-    def width(self, shard: Shard | None) -> int:
-        return 3
-
-    def local(self, local: Local) -> torch.Tensor:
-        if local.world == 1:
-            return torch.zeros(3 * len(local.scopes), dtype=torch.float64, device=local.device)
-        own = compute_facts(local, self.facts)["own"]
-        total = torch.stack([take(own, places).sum() for places in local.scopes])
-        return torch.stack([total, total * local.position, total * local.position**2], dim=1).flatten()
-
-
-def leader(sums: Sequence[float], ranks: Sequence[int]) -> int | None:
-    """The global rank that leads by the three sums of one scope, merged over ``ranks``; None if no rank does.
-
-    >>> leader([1 + 400, 1 * 0 + 400 * 3, 1 * 0 + 400 * 9], range(10, 14)), leader([2, 1, 1], range(2))
-    (13, None)
-    """
-    total, first, second = sums
-    if not 0 < total < float("inf"):
-        return None
-    mean = first / total
-    return ranks[round(mean)] if second / total - mean**2 < _LEADS else None
-
-
-def ranks_in(mark: float, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The global ranks that a merged number of :class:`OwnNonFinite` stands for; None if it does not tell them.
-
-    Args:
-        mark: the number of one parameter, summed over the ranks.
-        ranks: the global ranks that take part, in the order of their places.
-
-    See [Note: ranks as bits].
-
-    >>> ranks_in(float(2**0 + 2**3), range(10, 20))
-    (10, 13)
-    >>> alone, both = _mark(70, 100), _mark(70, 100) + _mark(80, 100)
-    >>> ranks_in(alone, range(100)), ranks_in(both, range(100))
-    ((70,), None)
-    """
-    whole, world = int(mark), len(ranks)
-    if world <= _BITS:
-        return tuple(rank for place, rank in enumerate(ranks) if whole >> place & 1)
-    count, places = divmod(whole, 1 << _shift(world))
-    if count == world:
-        return tuple(ranks)
-    return (ranks[places],) if count == 1 else None if count else ()
-
-
-def own_nonfinite(local: Local) -> torch.Tensor:
-    """For each parameter whether one of this rank's own gradients was not finite: a bool vector on ``local.device``."""
-    found = [(i, probe) for i, stats in enumerate(local.local_stats) for probe in stats.norms or stats.finite_probes]
-    if not found:
-        return torch.zeros(len(local.local_stats), dtype=torch.bool, device=local.device)
-    values = [onto(value, local.device) for _, value in found]
-    if len({value.dtype for value in values}) > 1:
-        values = [value.double() for value in values]
-    bad, places = ~torch.isfinite(torch.stack(values)), [place for place, _ in found]
-    if places == list(
-        range(len(local.local_stats))
-    ):  # one micro-batch, and each parameter has a gradient: the usual case
-        return bad
-    counts = torch.zeros(len(local.local_stats), dtype=torch.int64, device=local.device)
-    return counts.index_add_(0, moved(torch.tensor(places), local.device), bad.long()) > 0
-
-
-def _mark(place: int, world: int) -> float:
-    """The number that the rank at ``place`` adds. See [Note: ranks as bits]."""
-    return float(1 << place if world <= _BITS else (1 << _shift(world)) + place)
-
-
-def _shift(world: int) -> int:
-    """The number of bits for the sum of places, which is below ``2 ** _shift(world)`` even if all ranks are added."""
-    return 2 * world.bit_length()
-
-
-def finite_probe(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A scalar tensor that is finite only if all elements of ``grad`` are finite; none if the host knows that they are.
-
-    On an accelerator it is the largest magnitude. On the CPU it is the sum of the elements, which is found a hundred
-    times as fast. The sum of finite elements can overflow, so on the CPU the elements are looked at if the sum is not
-    finite.
-    """
-    if not grad.numel():
-        return ()
-    if not grad.is_cpu:
-        return (torch.linalg.vector_norm(grad, torch.inf, dtype=wide(grad.dtype)),)
-    total = grad.sum(dtype=None if grad.is_complex() else wide(grad.dtype))
-    is_finite = math.isfinite(abs(total.item())) or bool(torch.isfinite(grad).all())
-    return () if is_finite else (torch.full((), torch.nan),)
+        return exact_norms(rows)
+    return (rows if name == "sum" else rows.abs()).double().sum(-1)

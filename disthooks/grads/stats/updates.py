@@ -14,8 +14,8 @@ import torch
 from disthooks._registry import register
 from disthooks.engines.base import Shard
 from disthooks.grads.stats.base import Found, Local, Measure, Merge, Stat, State, stack, wide
+from disthooks.grads.stats.nonfinite import leader
 from disthooks.grads.stats.norms import norms, squares
-from disthooks.grads.stats.scan import leader
 
 # On the CPU at most this many elements of a difference are in memory at a time. Their memory is used again for the next
 # block.

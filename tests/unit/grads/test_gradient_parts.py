@@ -24,8 +24,8 @@ from disthooks.grads.collectives import from_sortable
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.sinks import local
 from disthooks.grads.stats.base import Found, Local, LocalStats
+from disthooks.grads.stats.nonfinite import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from disthooks.grads.stats.norms import Power
-from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from tests.support.engines import close, grads_of, loss_of, make
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from disthooks.grads.stats import scan as scanning
 from disthooks.grads.stats.across_ranks import CosineSums
 from disthooks.grads.stats.base import CountRows, Found, Local, LocalStats, Measure
 from disthooks.grads.stats.elements import BINS, ExtremeValues, MagnitudeCounts, MomentSums, ZeroCount, edges, quantile
+from disthooks.grads.stats.nonfinite import NonFiniteCount
 from disthooks.grads.stats.norms import Power
-from disthooks.grads.stats.scan import NonFiniteCount
 from disthooks.testing import same_bits
 from tests.support.engines import close
 
