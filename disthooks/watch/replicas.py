@@ -1,7 +1,4 @@
-"""``check_replicas`` compares the copies of one tensor on several ranks, and names the ranks whose copy is different.
-
-:class:`TensorsToCompare` has the tensors of a model and its optimizer that should be the same on several ranks.
-"""
+"""``check_replicas`` compares the copies of tensors on several ranks, and names the ranks whose copy is different."""
 
 # [Note: one sum says that all copies are the same]
 # Each rank multiplies the checksum of its copy by a factor, and the factors of the ranks that should have the same
@@ -37,122 +34,9 @@ from disthooks.grads.plan import optimized_shards
 
 Ranks = tuple[int, ...]
 
-
-class ReplicatedTensor(NamedTuple):
-    """One tensor of this rank, and the ranks that should have the same.
-
-    ``shape`` is the shape of the whole tensor; ``part`` is this rank's part of it, a plain strided tensor.
-    """
-
-    name: str
-    part: torch.Tensor
-    shape: tuple[int, ...]
-    replica_ranks: Ranks
-
-
-class TensorsToCompare:
-    """The tensors of a model and its optimizer that should be the same on several ranks.
-
-    Args:
-        engine: the engine of the model.
-        everyone: the ranks that each hold a whole copy of a tensor that is on no mesh.
-        alone: whether the engine knows of one process only, so that ``everyone`` holds for parameters too.
-    """
-
-    def __init__(self, engine: Engine, everyone: Ranks, alone: bool) -> None:
-        self._engine, self._everyone, self._alone = engine, everyone, alone
-        self._found: list[ReplicatedTensor] = []
-
-    def add_parameters(self) -> None:
-        for shard in self._engine.weight_shards():
-            cut = hasattr(shard.parameter, "device_mesh")
-            shape = tuple(shard.part.shape) if shard.part is not None else ()
-            tensor = shard.parameter if cut else shard.values()
-            self._add(shard.name, tensor, self._replica_ranks(shard.replica_ranks), shape)
-
-    def add_buffers(self) -> None:
-        """Add every buffer, also those that ``state_dict`` leaves out."""
-        for name, buffer in self._engine.model.named_buffers():
-            self._add(canonical_name(name), buffer, self._everyone, tuple(buffer.shape))
-
-    def add_state(self, optimizer: Any) -> None:
-        """Add the tensors and numbers that ``optimizer`` keeps for each parameter, on the ranks of that parameter."""
-        if not self._engine.has_named_state:
-            raise UsageError(
-                f"check_replicas(optimizer=...): the optimizer of {self._engine.label} keeps its state in partitions, "
-                "of which no rank has a copy: leave it out"
-            )
-        inner, seen = self._engine.inner_optimizer(optimizer), set[int]()
-        for i in optimized_shards(self._engine, self._engine.optimizer_parameters(inner)):
-            shard = self._engine.shards[i]
-            if id(shard.parameter) in seen:  # a flat parameter of FSDP1 stands for several of the user's
-                continue
-            seen.add(id(shard.parameter))
-            if shard.sharding == "sharded" and not hasattr(shard.parameter, "device_mesh"):
-                # A rank without any element of the parameter may have no state, so states are not compared.
-                if len(shard.replica_ranks) > 1:
-                    raise UsageError(
-                        f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat "
-                        f"parameters ({self._engine.label}), and not every rank has the same entries of it: leave the "
-                        "optimizer out"
-                    )
-                continue
-            for key, value in _leaves(inner.state.get(shard.parameter, {})):
-                self._add(f"{shard.name}: {key}", value, self._replica_ranks(shard.replica_ranks), tuple(value.shape))
-
-    def replicated(self) -> list[ReplicatedTensor]:
-        return [copy for copy in self._found if len(copy.replica_ranks) > 1]
-
-    def signature(self) -> int:
-        """A 64-bit hash of the names, shapes and dtypes, in order; equal on ranks with the same kinds of tensors."""
-        lines = (f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.replica_ranks)}" for c in self._found)
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-        return signed64(int.from_bytes(digest, "little"))
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def _replica_ranks(self, replica_ranks: Ranks) -> Ranks:
-        return self._everyone if self._alone else replica_ranks
-
-    def _add(self, name: str, tensor: torch.Tensor, replica_ranks: Ranks, shape: tuple[int, ...]) -> None:
-        """Add a tensor. ``shape`` must be the same on all ranks, so it is empty if each rank has another part of it."""
-        if hasattr(tensor, "device_mesh"):  # the placements of a DTensor say who has it, also in the optimizer's state
-            replica_ranks = self._engine.shard(0, name, tensor).replica_ranks  # type: ignore[arg-type]
-            shape = tuple(tensor.shape)
-        for key, part in _plain(name, tensor):
-            self._found.append(ReplicatedTensor(name + key, part, shape, replica_ranks))
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors and numbers in nested dicts and lists, by path, in an order that does not depend on insertion."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (bool, int)):
-        yield path, torch.tensor(signed64(value))
-    elif isinstance(value, (float, complex)):
-        yield path, torch.tensor(value, dtype=torch.complex128)
-    else:
-        items: Iterable[tuple[object, Any]] = ()
-        if isinstance(value, dict):
-            items = sorted(value.items(), key=lambda item: str(item[0]))  # in one order on every rank
-        elif isinstance(value, (list, tuple)):
-            items = enumerate(value)
-        for key, inner in items:
-            yield from _leaves(inner, f"{path}.{key}".lstrip("."))
-
-
-def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The local part as a strided tensor; for a subclass that is made of several tensors, each of them."""
-    part = local_part(tensor).detach()
-    reason = exotic(part)
-    if reason == "subclass" and hasattr(part, "__tensor_flatten__"):
-        for key in part.__tensor_flatten__()[0]:
-            yield from ((f".{key}{deeper}", leaf) for deeper, leaf in _plain(name, getattr(part, key)))
-    elif reason is not None:
-        raise UsageError(f"{name!r} cannot be compared: its {type(part).__name__} is {reason}, not dense memory")
-    else:
-        yield "", part
+# The number of sums; see [Note: one sum says that all copies are the same]. It bounds the bytes that are sent if all
+# copies are the same. If something differs, all tensors of that sum are compared one by one.
+BUCKETS = 512
 
 
 def format_ranks(ranks: Sequence[int], last: str = ", ") -> str:
@@ -169,11 +53,6 @@ def format_ranks(ranks: Sequence[int], last: str = ", ") -> str:
     elif len(ranks) > 1:
         shown = last.join((", ".join(map(str, ranks[:-1])), str(ranks[-1])))
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-# The number of sums; see [Note: one sum says that all copies are the same]. It bounds the bytes that are sent if all
-# copies are the same. If something differs, all tensors of that sum are compared one by one.
-BUCKETS = 512
 
 
 @dataclass(frozen=True)
@@ -300,103 +179,181 @@ def check_replicas(
         raise UsageError(f"ranks= is for plain modules: {engine.label} knows that its ranks are {list(engine.ranks)}")
     else:
         everyone = tuple(sorted(engine.ranks))
-    copies = TensorsToCompare(engine, everyone, alone)
-    copies.add_parameters()
-    if buffers:
-        copies.add_buffers()
-    if optimizer is not None:
-        copies.add_state(optimizer)
     with torch.no_grad():
-        return _Comparison(engine, everyone, copies).report()
+        tensors = list(_parameters(engine, everyone if alone else None))
+        if buffers:
+            for name, buffer in engine.model.named_buffers():  # also those that state_dict leaves out
+                tensors += _copies(engine, canonical_name(name), buffer, everyone, tuple(buffer.shape))
+        if optimizer is not None:
+            tensors += _state(engine, optimizer, everyone if alone else None)
+        replicated = [tensor for tensor in tensors if len(tensor.replica_ranks) > 1]
+        group = collectives.group_of(everyone)
+        differs = (
+            () if group is None else _compare(group, everyone, tensors, replicated, engine.shards[0].values().device)
+        )
+    return ReplicaReport(len(replicated), differs, everyone, engine.label)
 
 
-class _Comparison:
-    def __init__(self, engine: Engine, ranks: Ranks, copies: TensorsToCompare) -> None:
-        self._engine, self._ranks, self._copies = engine, ranks, copies
-        self._rank = global_rank() if len(ranks) > 1 else ranks[0]
-        self._replicated = copies.replicated()
-        self._group = collectives.group_of(ranks)
-        self._device = collectives.device_for(self._group, engine.shards[0].values().device)
+class _Copy(NamedTuple):
+    """One tensor of this rank, and the ranks that should have the same.
 
-    def report(self) -> ReplicaReport:
-        """Compare; the second collective runs only if something differs."""
-        differs: tuple[Difference, ...] = ()
-        if self._group is not None:
-            sums = self._checksums()
-            *buckets, signature = collectives.total(self._group, self._sketch(sums)).tolist()
-            if signature:
-                raise self._strangers()
-            suspects = [i for i in range(len(self._replicated)) if buckets[i % BUCKETS]]
-            differs = self._differences(suspects, sums) if any(buckets) else ()
-        return ReplicaReport(len(self._replicated), differs, self._ranks, self._engine.label)
+    ``shape`` is the shape of the whole tensor; ``part`` is this rank's part of it, a plain strided tensor.
+    """
 
-    def _checksums(self) -> torch.Tensor:
-        of, device = Checksums(), self._device
-        sums = [of(copy.part) for copy in self._replicated]
-        # A copy from the host need not be waited for; a copy to the host must have arrived before it is added up.
-        moved = [each.to(device, non_blocking=each.device.type == "cpu") for each in sums]
-        return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.int64, device=device)
+    name: str
+    part: torch.Tensor
+    shape: tuple[int, ...]
+    replica_ranks: Ranks
 
-    def _sketch(self, sums: torch.Tensor) -> torch.Tensor:
-        """``BUCKETS + 1`` int64 numbers, whose totals over all ranks are zero exactly if every copy is the same.
 
-        See [Note: one sum says that all copies are the same].
-        """
-        factors = [_factor(self._rank, c.replica_ranks) * (splitmix64(i) | 1) for i, c in enumerate(self._replicated)]
-        padded = torch.zeros(-(-len(factors) // BUCKETS) * BUCKETS, dtype=torch.int64, device=self._device)
-        padded[: len(factors)] = sums * self._numbers(factors)
-        signature = self._numbers([_factor(self._rank, self._ranks) * self._copies.signature()])
-        return torch.cat((padded.view(-1, BUCKETS).sum(0), signature))
+def _copies(engine: Engine, name: str, tensor: torch.Tensor, ranks: Ranks, shape: tuple[int, ...]) -> list[_Copy]:
+    """``tensor`` to be compared; ``shape`` is the same on all ranks, so it is empty if each has another part of it."""
+    if hasattr(tensor, "device_mesh"):  # the placements of a DTensor say who has it, also in the optimizer's state
+        ranks = engine.shard(0, name, tensor).replica_ranks  # type: ignore[arg-type]
+        shape = tuple(tensor.shape)
+    return [_Copy(name + key, part, shape, ranks) for key, part in _plain(name, tensor)]
 
-    def _numbers(self, values: Sequence[int]) -> torch.Tensor:
-        numbers = torch.tensor([signed64(value) for value in values], dtype=torch.int64)
-        return numbers.to(self._device, non_blocking=True)
 
-    def _differences(self, suspects: Sequence[int], sums: torch.Tensor) -> tuple[Difference, ...]:
-        """Which ranks differ in the tensors ``suspects``: each rank sends its checksums and its lowest replica rank."""
-        firsts = self._numbers([self._replicated[i].replica_ranks[0] for i in suspects])
-        mine = torch.stack((firsts, sums[self._numbers(suspects)]), 1).flatten()
-        rows = collectives.gather(self._group, mine)
-        found = []
-        for place, i in enumerate(suspects):
-            # The checksum of each rank, in groups of ranks that should have the same.
-            groups: dict[int, dict[int, int]] = collections.defaultdict(dict)
-            for rank, row in zip(self._ranks, rows, strict=True):
-                groups[row[2 * place]][rank] = row[2 * place + 1]
-            # Of each group: the ranks that differ, how many agree, and the number of its ranks.
-            looked = [(*_odd(values), len(values)) for values in groups.values()]
-            wrong = [(odd, agree, size) for odd, agree, size in looked if odd]
-            if not wrong:  # another tensor of the same sum differs
-                continue
-            copy = self._replicated[i]
-            ranks = tuple(sorted(rank for odd, _, _ in wrong for rank in odd))
+def _parameters(engine: Engine, everyone: Ranks | None) -> Iterator[_Copy]:
+    """The parameters; ``everyone`` are the ranks that have a copy, if the engine does not know it."""
+    for shard in engine.weight_shards():
+        tensor = shard.parameter if hasattr(shard.parameter, "device_mesh") else shard.values()
+        shape = tuple(shard.part.shape) if shard.part is not None else ()
+        yield from _copies(engine, shard.name, tensor, everyone or shard.replica_ranks, shape)
+
+
+def _state(engine: Engine, optimizer: Any, everyone: Ranks | None) -> Iterator[_Copy]:
+    """The tensors and numbers that ``optimizer`` keeps for each parameter, on the ranks of that parameter."""
+    if not engine.has_named_state:
+        raise UsageError(
+            f"check_replicas(optimizer=...): the optimizer of {engine.label} keeps its state in partitions, "
+            "of which no rank has a copy: leave it out"
+        )
+    inner = engine.inner_optimizer(optimizer)
+    shards = [engine.shards[i] for i in optimized_shards(engine, engine.optimizer_parameters(inner))]
+    first: dict[int, Any] = {}  # a flat parameter of FSDP1 stands for several of the user's
+    for shard in shards:
+        first.setdefault(id(shard.parameter), shard)
+    for shard in first.values():
+        if shard.sharding == "sharded" and not hasattr(shard.parameter, "device_mesh"):
+            # A rank without any element of the parameter may have no state, so states are not compared.
+            if len(shard.replica_ranks) > 1:
+                raise UsageError(
+                    f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat "
+                    f"parameters ({engine.label}), and not every rank has the same entries of it: leave the "
+                    "optimizer out"
+                )
+            continue
+        for key, value in _leaves(inner.state.get(shard.parameter, {})):
+            yield from _copies(
+                engine, f"{shard.name}: {key}", value, everyone or shard.replica_ranks, tuple(value.shape)
+            )
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors and numbers in nested dicts and lists, by path, in an order that does not depend on insertion."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (bool, int)):
+        yield path, torch.tensor(signed64(value))
+    elif isinstance(value, (float, complex)):
+        yield path, torch.tensor(value, dtype=torch.complex128)
+    else:
+        items: Iterable[tuple[object, Any]] = ()
+        if isinstance(value, dict):
+            items = sorted(value.items(), key=lambda item: str(item[0]))  # in one order on every rank
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        for key, inner in items:
+            yield from _leaves(inner, f"{path}.{key}".lstrip("."))
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The local part as a strided tensor; for a subclass that is made of several tensors, each of them."""
+    part = local_part(tensor).detach()
+    reason = exotic(part)
+    if reason == "subclass" and hasattr(part, "__tensor_flatten__"):
+        for key in part.__tensor_flatten__()[0]:
+            yield from ((f".{key}{deeper}", leaf) for deeper, leaf in _plain(name, getattr(part, key)))
+    elif reason is not None:
+        raise UsageError(f"{name!r} cannot be compared: its {type(part).__name__} is {reason}, not dense memory")
+    else:
+        yield "", part
+
+
+def _compare(
+    group: Any, ranks: Ranks, tensors: Sequence[_Copy], replicated: Sequence[_Copy], device: torch.device
+) -> tuple[Difference, ...]:
+    """The tensors whose copies differ. The second collective runs only if something does."""
+    device, of = collectives.device_for(group, device), Checksums()
+    # A copy from the host need not be waited for; a copy to the host must have arrived before it is added up.
+    moved = [each.to(device, non_blocking=each.is_cpu) for each in (of(copy.part) for copy in replicated)]
+    sums = torch.stack(moved) if moved else torch.zeros(0, dtype=torch.int64, device=device)
+    lines = "\n".join(f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.replica_ranks)}" for c in tensors)
+    signature = int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=8).digest(), "little")
+    sketch = _sketch(sums, [copy.replica_ranks for copy in replicated], global_rank(), ranks, signature)
+    *buckets, is_other = collectives.total(group, sketch).tolist()
+    if is_other:
+        rows = collectives.gather(group, _numbers([signature, len(tensors)], device))
+        raise _strangers(dict(zip(ranks, rows, strict=True)))
+    suspects = [i for i in range(len(replicated)) if buckets[i % BUCKETS]]
+    if not any(buckets):
+        return ()
+    # Each rank sends its checksum of each of these tensors, and the lowest rank that should have the same.
+    firsts = _numbers([replicated[i].replica_ranks[0] for i in suspects], device)
+    rows = collectives.gather(group, torch.stack((firsts, sums[_numbers(suspects, device)]), 1).flatten())
+    found = []
+    for place, i in enumerate(suspects):
+        # The checksum of each rank, in groups of ranks that should have the same.
+        groups: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        for other, row in zip(ranks, rows, strict=True):
+            groups[row[2 * place]][other] = row[2 * place + 1]
+        # Of each group in which ranks differ: these ranks, how many agree, and the number of its ranks.
+        wrong = [(odd, agree, len(values)) for values in groups.values() for odd, agree in [_odd(values)] if odd]
+        if wrong:  # if not, another tensor of the same sum differs
+            copy = replicated[i]
             _, agree, size = min(wrong, key=lambda each: each[1])
             tied = tuple(odd for odd, _, size in wrong if len(odd) == size)
-            found.append(Difference(copy.name, ranks, size, agree, copy.shape, copy.part.dtype, tied))
-        return tuple(found)
+            all_odd = tuple(sorted(other for odd, _, _ in wrong for other in odd))
+            found.append(Difference(copy.name, all_odd, size, agree, copy.shape, copy.part.dtype, tied))
+    return tuple(found)
 
-    def _strangers(self) -> UsageError:
-        """The error for ranks that hold different tensors; it says which ranks."""
-        rows = collectives.gather(self._group, self._numbers([self._copies.signature(), len(self._copies)]))
-        signatures = {rank: row[0] for rank, row in zip(self._ranks, rows, strict=True)}
-        counts = dict(zip(self._ranks, (row[1] for row in rows), strict=True))
-        odd, _ = _odd(signatures)
-        if len(odd) == len(self._ranks):
-            numbers = ", ".join(str(counts[rank]) for rank in self._ranks[:8]) + (
-                ", ..." if len(self._ranks) > 8 else ""
-            )
-            who = f"{format_ranks(odd, ' and ')} hold tensors of different names, shapes or dtypes ({numbers} tensors)"
-        else:
-            usual = next(counts[rank] for rank in self._ranks if rank not in odd)
-            who = (
-                f"{format_ranks(odd)} of {len(self._ranks)} hold tensors of other names, shapes or dtypes than the "
-                f"others ({counts[odd[0]]} tensors, the others {usual})"
-            )
-        return UsageError(
-            f"check_replicas: {who}: nothing was compared. Give the same model, "
-            "optimizer and buffers= on every rank, after the same number of steps; an optimizer that shards its state "
-            "(ZeroRedundancyOptimizer) has no copies of it: leave it out"
+
+def _sketch(
+    sums: torch.Tensor, replica_ranks: Sequence[Ranks], rank: int, ranks: Ranks, signature: int
+) -> torch.Tensor:
+    """``BUCKETS + 1`` int64 numbers, whose totals over all ranks are zero exactly if every copy is the same.
+
+    See [Note: one sum says that all copies are the same]. The last one is of the signatures alone.
+    """
+    factors = [_factor(rank, copies) * (splitmix64(i) | 1) for i, copies in enumerate(replica_ranks)]
+    padded = torch.zeros(-(-len(factors) // BUCKETS) * BUCKETS, dtype=torch.int64, device=sums.device)
+    padded[: len(factors)] = sums * _numbers(factors, sums.device)
+    return torch.cat((padded.view(-1, BUCKETS).sum(0), _numbers([_factor(rank, ranks) * signature], sums.device)))
+
+
+def _numbers(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([signed64(value) for value in values], dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _strangers(rows: dict[int, Sequence[int]]) -> UsageError:
+    """The error for ranks that hold different tensors; of each rank its signature, and how many tensors it has."""
+    odd, _ = _odd({rank: signature for rank, (signature, _) in rows.items()})
+    if len(odd) == len(rows):
+        counts = [str(many) for _, many in rows.values()]
+        shown = ", ".join([*counts[:8], *(["..."] if len(counts) > 8 else [])])
+        who = f"{format_ranks(odd, ' and ')} hold tensors of different names, shapes or dtypes ({shown} tensors)"
+    else:
+        usual = next(many for rank, (_, many) in rows.items() if rank not in odd)
+        who = (
+            f"{format_ranks(odd)} of {len(rows)} hold tensors of other names, shapes or dtypes than the others "
+            f"({rows[odd[0]][1]} tensors, the others {usual})"
         )
+    return UsageError(
+        f"check_replicas: {who}: nothing was compared. Give the same model, optimizer and buffers= on every rank, "
+        "after the same number of steps; an optimizer that shards its state (ZeroRedundancyOptimizer) has no copies "
+        "of it: leave it out"
+    )
 
 
 @functools.lru_cache(maxsize=64)
