@@ -206,7 +206,7 @@ class Turns:
     def round(self, number: int) -> None:
         """One backward, then every way on its gradients; each round begins with another way, number -1 warms up."""
         self.optimizer.zero_grad()
-        with dh.gradients(self.model, self.optimizer, stats=dh.stats.standard(), every=1), timed_hooks() as in_hooks:
+        with timed_hooks() as in_hooks, dh.gradients(self.model, self.optimizer, stats=dh.stats.standard(), every=1):
             begin = self._now()
             self.model(self.tokens).backward()
             backward = self._now() - begin - in_hooks[0]
