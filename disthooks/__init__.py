@@ -13,6 +13,8 @@ __version__ = "0.2.0.dev0"
 _MODULES = {
     "AtLeast": "disthooks.saved.pipeline",
     "Attachment": "disthooks._handles",
+    "FitReport": "disthooks.saved.fit",
+    "Fitted": "disthooks.saved.fit",
     "Functions": "disthooks.saved.stores.base",
     "Gradients": "disthooks.grads.attachment",
     "Plan": "disthooks.config",
@@ -30,6 +32,7 @@ _MODULES = {
     "errors": "disthooks",
     "explain": "disthooks.predict.explain",
     "features": "disthooks.watch.features",
+    "fit": "disthooks.saved.fit",
     "from_config": "disthooks.config",
     "gradients": "disthooks.grads.attach",
     "memory": "disthooks",
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from disthooks.saved.codecs.compact import Compact
     from disthooks.saved.codecs.compress import Compress
     from disthooks.saved.codecs.quantize import Quantize
+    from disthooks.saved.fit import FitReport, Fitted, fit
     from disthooks.saved.pipeline import AtLeast, pipeline
     from disthooks.saved.recompute.verify import Recompute
     from disthooks.saved.report import SavedReport
@@ -98,6 +102,8 @@ __all__ = [
     "Compact",
     "Compress",
     "Explanation",
+    "FitReport",
+    "Fitted",
     "Freeze",
     "Functions",
     "Gradients",
@@ -127,6 +133,7 @@ __all__ = [
     "errors",
     "explain",
     "features",
+    "fit",
     "from_config",
     "gradients",
     "memory",

@@ -411,7 +411,7 @@ class ByteBudget:
             limit = nbytes // local_world_size() if per_node else nbytes
         self._limit = limit
         self._owner = owner
-        self._taken = 0
+        self._taken = self._most = 0
         self._released = DeferredSum()
         #: Gives bytes back. It takes no lock, so that destructors may call it; see [Note: destructors].
         self.release: Callable[[int], None] = self._released.change
@@ -430,6 +430,16 @@ class ByteBudget:
         """Bytes in use now."""
         with self._lock:
             return self._taken - self._released.total()
+
+    @property
+    def most(self) -> int:
+        """The most bytes that were in use since the limit was set last."""
+        return self._most
+
+    def set_limit(self, limit: int) -> None:
+        """Set another limit; what is in use stays."""
+        with self._lock:
+            self._limit, self._most = limit, self._taken - self._released.total()
 
     def has_room(self, count: int) -> bool:
         """Whether ``count`` more bytes would fit now."""
@@ -473,6 +483,7 @@ class ByteBudget:
                     free=free,
                 )
             self._taken += count
+            self._most = max(self._most, used + count)
             if debtor is not None:
                 debtor.owed = count
 
@@ -532,6 +543,12 @@ class DeviceBudgets:
     def limit(self) -> int | None:
         """Most bytes that may be in use on each device; None for no limit."""
         return self._limit
+
+    def set_limit(self, limit: int) -> None:
+        """Set another limit on each device; what is in use stays."""
+        self._limit = limit
+        for budget in tuple(self._all.values()):
+            budget.set_limit(limit)
 
     @property
     def held(self) -> int:

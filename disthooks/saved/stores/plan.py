@@ -271,6 +271,12 @@ class Tapes:
         self._sizes = []
         self._expect()
 
+    def replan(self) -> None:
+        """Make the plans anew, because the limits are others now."""
+        for sizes, known in self._known.items():
+            self._known[sizes] = known._replace(plan=self._make(known.needed, known.reads))
+        self._expect()
+
     def _expect(self) -> None:
         """Choose the tape that begins with the sizes so far."""
         begin = tuple(self._sizes)

@@ -127,6 +127,8 @@ class TapeOrder(AccessOrder):
 
     def __init__(self, limits: Callable[[], list[int | None]]) -> None:
         super().__init__()
+        self._limits = limits
+        self._planned_for: list[int | None] = []  # the limits at the begin of the newest tape
         self._tapes = Tapes(functools.partial(_planned, limits))  # a method of this object would be a cycle
         self._tape: Tape | None = None  # the newest one, which is put now
 
@@ -136,6 +138,9 @@ class TapeOrder(AccessOrder):
         if self._tape is None or self._tape.reads:
             self._end()
             self._tape = Tape()
+            if self._planned_for != (limits := self._limits()):
+                self._planned_for = limits
+                self._tapes.replan()
         turn.tape, turn.index = self._tape, len(self._tape.turns)
         self._tape.turns.append(turn)
         self._tapes.put(nbytes)

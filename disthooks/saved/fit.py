@@ -1,0 +1,246 @@
+"""``fit`` keeps a training step within a number of bytes: it finds how many saved tensors may stay on the device."""
+
+# [Note: a limit that is found]
+# The memory of a step is what the step needs anyway, and the saved tensors on the device. A ``Tiered`` keeps the second
+# part under a limit, what is on its way included. So a limit that is larger by some bytes makes the peak larger by no
+# more than these bytes, at whatever moment of the step the peak is. That is all that ``fit`` needs to know:
+#
+# - The first forward has the limit 0: every saved tensor is moved, and no choice could need less.
+# - Each forward with gradients on begins a round. At the begin of the next one the peak of the round is known, and the
+#   limit grows by what is left of the budget, less what lies on the device now and did not at the begin of the round
+#   (the optimizer's state, which the first step makes). A round that needed too much makes the limit smaller.
+# - Inputs of another size have a limit of their own. Before the first round of a size, what the step needs anyway is
+#   taken from the next larger size that is known. A size that is larger than all takes it from the largest one, and
+#   grows it by the square of the ratio, since attention without a fused kernel does.
+#
+# No choice changes a number: each rank may find another limit, and gradients are the same bits.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from disthooks._handles import Attachment, UncopiedHook, weak_method
+from disthooks._match import Pattern, unwrap_engine
+from disthooks._streams import is_accelerator
+from disthooks._tensors import format_bytes, parse_bytes
+from disthooks.errors import UsageError
+from disthooks.saved.attach import Saving, save_activations
+from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.base import DeviceBudgets, Store
+from disthooks.saved.stores.cpu import OnCpu
+from disthooks.saved.stores.tiers import OnDevice, Tiered
+
+#: The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
+MARGIN = 0.01
+_PROGRAMS = (
+    8  # rounds that saved different bytes, of one size, that are remembered: a model may use its branches in turn
+)
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What :func:`fit` has found so far, on this rank.
+
+    Attributes:
+        budget: the bytes that were promised.
+        device: of the memory that is counted.
+        rounds: how many forwards with gradients on have been measured.
+        peak: the most bytes in use in the last of them; 0 before the first.
+        limit: how many bytes of saved tensors stay on the device in the round that is under way.
+        saved: what was done with the saved tensors.
+
+    >>> from disthooks.saved.counters import Counters
+    >>> saved = Counters().report(OnCpu())
+    >>> print(str(FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, saved)).splitlines()[0])
+    cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay
+    """
+
+    budget: int
+    device: torch.device
+    rounds: int
+    peak: int
+    limit: int
+    saved: SavedReport
+
+    def __str__(self) -> str:
+        used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds" if self.peak else "-"
+        return (
+            f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
+            f"tensors stay\n{self.saved}"
+        )
+
+
+@dataclass
+class _Round:
+    """From one forward with gradients on to the next.
+
+    Attributes:
+        size: how many elements its inputs have.
+        begin: bytes in use at its begin.
+        stored: bytes of saved tensors that the attachment had stored before.
+        peak: the most bytes in use in it, as far as it was read.
+        is_mixed: whether something else ran in it, such as an evaluation, so that its peak tells nothing.
+    """
+
+    size: int
+    begin: int
+    stored: int
+    peak: int = 0
+    is_mixed: bool = False
+
+
+class Fitted(Attachment):
+    """The attachment that :func:`fit` returns. See [Note: a limit that is found].
+
+    It needs an accelerator, so this example makes one by hand, which has measured nothing.
+
+    >>> model, near = nn.Linear(2, 2), OnDevice(0)
+    >>> saving = save_activations(model, "*", Tiered(near, OnCpu()))
+    >>> with Fitted(saving, near.budget, 60 << 30, torch.device("cuda")) as fitted:
+    ...     fitted.state_dict(), fitted.report().rounds
+    ({'needs': {}}, 0)
+    """
+
+    def __init__(self, saving: Saving, near: DeviceBudgets, budget: int, device: torch.device) -> None:
+        super().__init__()
+        self._saving, self._near, self._budget, self._device = saving, near, budget, device
+        # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
+        self._needs: dict[int, dict[int, int]] = {}
+        self._round: _Round | None = None
+        self._rounds = self._peak = 0
+        self.on_remove(saving.remove)
+
+    def report(self) -> FitReport:
+        """The budget, what was measured, and what was done with the saved tensors, on this rank."""
+        limit = self._near.limit or 0
+        return FitReport(self._budget, self._device, self._rounds, self._peak, limit, self._saving.report())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt. With it the first step of another attachment need not move every saved tensor."""
+        return {"needs": {size: dict(needs) for size, needs in self._needs.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what another attachment has learnt; see :meth:`state_dict`."""
+        self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """End a round, and begin one."""
+        if not torch.is_grad_enabled():
+            if self._round is not None:
+                self._round.is_mixed = True
+            return
+        self.read_peak()
+        if self._round is not None and not self._round.is_mixed:
+            self._learn(self._round)
+        begin, size = torch.accelerator.memory_allocated(self._device), _elements((args, kwargs))
+        self._round = _Round(size, begin, self._saving.report().stored)
+        self._near.set_limit(int(max(0, self._budget * (1 - MARGIN) - begin - self._needed(size))))
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def read_peak(self, *_: Any) -> None:
+        """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
+        if self._round is not None:
+            self._round.peak = max(self._round.peak, torch.accelerator.max_memory_allocated(self._device))
+
+    def _learn(self, last: _Round) -> None:
+        """Note what the round needed beside saved tensors.
+
+        Raises:
+            UsageError: when it needed more than the budget although every saved tensor was moved.
+        """
+        self._rounds, self._peak = self._rounds + 1, (peak := last.peak)
+        if peak > self._budget and not self._near.limit:
+            raise UsageError(
+                f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "
+                f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
+                "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
+            )
+        stored = self._saving.report().stored - last.stored
+        needs = self._needs.setdefault(last.size, {})
+        needs.pop(stored, None)
+        needs[stored] = max(0, peak - last.begin - self._near.of(self._device).most)
+        if len(needs) > _PROGRAMS:
+            del needs[next(iter(needs))]
+
+    def _needed(self, size: int) -> float:
+        """Bytes that a round needs beside saved tensors and what lies there; infinite if nothing is known."""
+        larger = [known for known in self._needs if known >= size]
+        if larger:
+            return max(self._needs[min(larger)].values())
+        largest = max(self._needs, default=0)
+        return max(self._needs[largest].values()) * (size / largest) ** 2 if largest else math.inf
+
+
+def _elements(values: Any) -> int:
+    """How many elements the tensors in nested tuples, lists and dicts have."""
+    if isinstance(values, torch.Tensor):
+        return values.numel()
+    inner = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
+    return sum(map(_elements, inner))
+
+
+def fit(
+    model: nn.Module,
+    budget: int | str,
+    *,
+    modules: Pattern | Iterable[Pattern] = "*",
+    store: Store | None = None,
+) -> Fitted:
+    """Keep what a training step has in use on the device within ``budget``, and move no more than that takes.
+
+    Saved tensors leave the device as far as the budget asks for it, first those that backward reads last. The first
+    step moves all of them; from its measured peak, and from that of each later step, it follows how many may stay. A
+    step of another size of the inputs begins with what the other sizes have shown. Gradients are the same bits.
+
+    The peak is that of torch's allocator (``torch.accelerator.max_memory_allocated``), so weights, gradients and the
+    optimizer's state count, and memory that other libraries allocate does not. Its statistics are reset at each
+    forward. Each rank keeps its own budget by itself.
+
+    Args:
+        model: the model, on an accelerator; before or after an engine has wrapped it.
+        budget: most bytes that torch may have in use on the device: an int, or text such as ``"62 GiB"``.
+        modules: the modules whose saved tensors may be moved, as for :func:`~disthooks.save_activations`.
+        store: where they go; by default ``OnCpu()``. ``Tiered(OnCpu("64 GiB"), OnDisk(...))`` gives two places.
+
+    Returns:
+        A handle with ``report()``, ``state_dict()``, ``load_state_dict()`` and ``remove()``; also a context manager.
+
+    Raises:
+        UsageError: when ``budget`` is not a size, the model is on no accelerator or on several devices, or what lies on
+            the device is more than the budget; from the second forward, when the first step needed more although every
+            saved tensor was moved.
+        MatchError, AttachError: see :func:`~disthooks.save_activations`.
+
+    >>> fit(nn.Linear(2, 2), "62 GiB")
+    Traceback (most recent call last):
+    disthooks.errors.UsageError: fit: the model is on cpu: its parameters have to be on one accelerator
+    """
+    most = parse_bytes(budget, "budget")
+    devices = {parameter.device for parameter in unwrap_engine(model).parameters()}
+    on = ", ".join(sorted(map(str, devices))) or "no device"
+    if isinstance(model, nn.DataParallel):
+        raise UsageError("fit: nn.DataParallel uses several devices, and a budget is of one: use DDP")
+    if len(devices) != 1 or not is_accelerator(device := devices.pop()):
+        raise UsageError(f"fit: the model is on {on}: its parameters have to be on one accelerator")
+    lies = torch.accelerator.memory_allocated(device)
+    if lies > most:
+        raise UsageError(
+            f"fit: {format_bytes(lies)} lie on {device} already, more than the budget of {format_bytes(most)}"
+        )
+    behind = OnCpu() if store is None else store
+    near = OnDevice(0)
+    tiers = Tiered(near, *(behind.stores if isinstance(behind, Tiered) else (behind,)))
+    fitted = Fitted(save_activations(model, modules, tiers), near.budget, most, device)
+    before, read = UncopiedHook(weak_method(fitted.before_forward)), weak_method(fitted.read_peak)
+    fitted.on_remove(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+    fitted.on_remove(model.register_forward_hook(UncopiedHook(read)).remove)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        fitted.on_remove(register(read).remove)
+    return fitted

@@ -1,0 +1,195 @@
+"""``fit``: the peak of each step, by the device's own count, is within the budget from the first step on."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import UsageError
+from tests.support.models import Block
+from tests.support.nets import BasicBlock, UNet, residual_network
+
+STEPS = 4
+
+
+class Decoder(nn.Module):
+    """Blocks of attention and an MLP between a layer in and a layer out."""
+
+    def __init__(self, blocks: int = 12, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 8)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Branches(Decoder):
+    """In each forward half of the blocks are left out, others each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in random.sample(list(self.blocks), len(self.blocks) // 2):
+            x = block(x)
+        return self.last(x)
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "decoder": (Decoder, images(8, 64, 8)),
+    "resnet": (lambda: residual_network(BasicBlock, (2, 2, 2, 2), 16, 10), images(16, 3, 64, 64)),
+    "u-net": (lambda: UNet(16, 3), images(8, 3, 64, 64)),
+    "branches": (Branches, images(8, 64, 8)),
+}
+
+
+class Run:
+    """A model in training, with the peak of each step."""
+
+    def __init__(self, case: str, device: torch.device) -> None:
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.manual_seed(0)
+        random.seed(0)
+        make, x = CASES[case]
+        self.model, self.x, self.device = make().to(device), x.to(device), device
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.peaks: list[int] = []
+
+    def step(self, x: torch.Tensor | None = None) -> None:
+        self.optimizer.zero_grad()
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        self.model(self.x if x is None else x).square().mean().backward()
+        self.optimizer.step()
+        torch.accelerator.synchronize()
+        self.peaks.append(torch.accelerator.max_memory_allocated(self.device))
+
+
+def trained(case: str, device: torch.device, fitted: Callable[[nn.Module], Any], steps: int = STEPS) -> Run:
+    run = Run(case, device)
+    with fitted(run.model) as run.fitted:
+        for _ in range(steps):
+            run.step()
+    run.weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
+    del run.model, run.optimizer, run.x
+    return run
+
+
+@pytest.fixture(scope="module")
+def free() -> dict[str, Run]:
+    return {}
+
+
+def without(case: str, device: torch.device, free: dict[str, Run]) -> Run:
+    """The run without ``fit``."""
+    if case not in free:
+        free[case] = trained(case, device, lambda model: contextlib.nullcontext())
+    return free[case]
+
+
+# Of the other shares some are less than what lies there and what the step needs at least.
+SHARES = {"decoder": (0.5, 0.75, 1.0), "resnet": (0.9, 1.0), "u-net": (0.5, 0.75, 1.0), "branches": (0.6, 0.8, 1.0)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_budget_is_kept_from_the_first_step_on_and_used(
+    case: str, device: torch.device, free: dict[str, Run]
+) -> None:
+    plain, last = without(case, device, free), 0
+    for share in SHARES[case]:
+        budget = int(share * max(plain.peaks))
+        run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget))
+        assert max(run.peaks) <= budget, share
+        assert run.peaks[-1] >= 0.85 * budget, share
+        assert run.peaks[-1] >= last, "more room is used"
+        assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
+        assert run.fitted.report().saved.moved > 0
+        last = run.peaks[-1]
+
+
+def test_a_budget_that_nothing_can_keep_is_an_error_that_says_how_much_is_missing(device: torch.device) -> None:
+    run = Run("resnet", device)
+    with dh.fit(run.model, "12 MiB"):
+        run.step()
+        with pytest.raises(UsageError, match=r"needed .* MiB on .* with every saved tensor moved, .* more than"):
+            run.step()
+    run.step()  # without the hooks it trains as before
+    with pytest.raises(UsageError, match=r"lie on .* already, more than the budget of 1\.0 MiB"):
+        dh.fit(run.model, "1 MiB")
+
+
+def test_inputs_of_many_sizes(device: torch.device, free: dict[str, Run]) -> None:
+    """Each size is met without a trial that is over the budget, the largest ones too."""
+    budget = int(0.7 * max(without("decoder", device, free).peaks))
+    lengths = random.Random(0).choices(range(16, 65, 8), k=14)
+    weights = []
+    for fitted in (lambda model: contextlib.nullcontext(), lambda model: dh.fit(model, budget)):
+        run = Run("decoder", device)
+        with fitted(run.model) as handle:
+            for length in lengths:
+                run.step(images(8, length, 8).to(device))
+        weights.append([parameter.detach().cpu() for parameter in run.model.parameters()])
+    assert max(run.peaks) <= budget
+    assert max(run.peaks) >= 0.9 * budget
+    assert handle.report().rounds == len(lengths) - 1
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+def test_an_evaluation_between_steps_tells_nothing(device: torch.device, free: dict[str, Run]) -> None:
+    budget = int(0.75 * max(without("decoder", device, free).peaks))
+    run = Run("decoder", device)
+    with dh.fit(run.model, budget) as fitted:
+        for _ in range(4):
+            run.step()
+        limit = fitted.report().limit
+        with torch.no_grad():
+            run.model(torch.cat([run.x] * 4))  # a larger batch needs no more than the budget, but more than a step
+            held = torch.zeros(budget // 8, dtype=torch.int32, device=device)
+            del held
+        run.step()
+        assert fitted.report().limit >= 0.95 * limit > 0
+
+
+def test_what_was_learnt_is_saved_and_restored(device: torch.device, free: dict[str, Run]) -> None:
+    budget = int(0.75 * max(without("decoder", device, free).peaks))
+    first = Run("decoder", device)
+    with dh.fit(first.model, budget) as fitted:
+        for _ in range(3):
+            first.step()
+        state = fitted.state_dict()
+    del first, fitted
+    moved = []
+    for known in ({"needs": {}}, state):
+        run = Run("decoder", device)
+        with dh.fit(run.model, budget) as fitted:
+            fitted.load_state_dict(known)
+            run.step()
+            moved.append(fitted.report().saved.stored - fitted.report().limit)
+        assert run.peaks[0] <= budget
+        del run, fitted
+    assert moved[1] < 0.7 * moved[0]
+
+
+def test_the_report_says_what_was_promised_and_measured(device: torch.device) -> None:
+    run = Run("decoder", device)
+    with dh.fit(run.model, "32 MiB") as fitted:
+        for _ in range(3):
+            run.step()
+    report = fitted.report()
+    assert (report.budget, report.rounds, report.device) == (32 << 20, 2, device)
+    assert str(report).startswith(f"{device}: a budget of 32.0 MiB, ")
+    assert not list(run.model._forward_pre_hooks.values())
