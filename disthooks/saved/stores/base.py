@@ -482,8 +482,8 @@ class ByteBudget:
                     wanted=count,
                     free=free,
                 )
+            self._most = max(self._most, used + count)  # first: no call may stand between the two lines that follow
             self._taken += count
-            self._most = max(self._most, used + count)
             if debtor is not None:
                 debtor.owed = count
 
