@@ -6,18 +6,20 @@
 # more than these bytes, at whatever moment of the step the peak is. That is all that ``fit`` needs to know:
 #
 # - The first forward has the limit 0: every saved tensor is moved, and no choice could need less.
-# - Each forward with gradients on begins a round. At the begin of the next one the peak of the round is known, and the
-#   limit grows by what is left of the budget, less what lies on the device now and did not at the begin of the round
-#   (the optimizer's state, which the first step makes). A round that needed too much makes the limit smaller.
+# - Each forward with gradients on starts a round. When the next one starts, the peak of the round is known, and the
+#   limit grows by what is left of the budget, less what lies on the device now and did not when the round started (the
+#   optimizer's state, which the first step makes). A round that needed too much makes the limit smaller.
 # - Inputs of another size have a limit of their own. Before the first round of a size, what the step needs anyway is
 #   taken from the next larger size that is known. A size that is larger than all takes it from the largest one, and
 #   grows it by the square of the ratio, since attention without a fused kernel does.
 #
-# No choice changes a number: each rank may find another limit, and gradients are the same bits.
+# No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
+# keep the attachment alive, so a script that drops the handle trains with the same limits.
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +39,10 @@ from disthooks.saved.stores.base import DeviceBudgets, Store
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
-#: The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
-MARGIN = 0.01
-_PROGRAMS = (
-    8  # rounds that saved different bytes, of one size, that are remembered: a model may use its branches in turn
-)
+# The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
+_MARGIN = 0.01
+# A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
+_PROGRAMS = 8
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class FitReport:
     saved: SavedReport
 
     def __str__(self) -> str:
-        used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds" if self.peak else "-"
+        used = "not measured yet"
+        if self.rounds:
+            used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds"
         return (
             f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
             f"tensors stay\n{self.saved}"
@@ -83,17 +86,19 @@ class _Round:
 
     Attributes:
         size: how many elements its inputs have.
-        begin: bytes in use at its begin.
+        begin: bytes in use when it started.
         stored: bytes of saved tensors that the attachment had stored before.
         peak: the most bytes in use in it, as far as it was read.
-        is_mixed: whether something else ran in it, such as an evaluation, so that its peak tells nothing.
+        has_stepped: whether an optimizer has made a step in it.
+        is_over: whether a forward without gradients has followed; what comes then is no part of the step.
     """
 
     size: int
     begin: int
     stored: int
     peak: int = 0
-    is_mixed: bool = False
+    has_stepped: bool = False
+    is_over: bool = False
 
 
 class Fitted(Attachment):
@@ -123,31 +128,38 @@ class Fitted(Attachment):
         return FitReport(self._budget, self._device, self._rounds, self._peak, limit, self._saving.report())
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt. With it the first step of another attachment need not move every saved tensor."""
+        """What this attachment has learnt. A new attachment that loads it need not move every saved tensor at first."""
         return {"needs": {size: dict(needs) for size, needs in self._needs.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what another attachment has learnt; see :meth:`state_dict`."""
+        """Use what another attachment has learnt; see :meth:`state_dict`."""
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """End a round, and begin one."""
+        """Learn from the last round, and start one; a forward without gradients only ends the last round."""
+        self.read_peak()
         if not torch.is_grad_enabled():
             if self._round is not None:
-                self._round.is_mixed = True
+                self._round.is_over = True
             return
-        self.read_peak()
-        if self._round is not None and not self._round.is_mixed:
+        # An evaluation between forward and backward hides the peak of backward.
+        if self._round is not None and (self._round.has_stepped or not self._round.is_over):
             self._learn(self._round)
         begin, size = torch.accelerator.memory_allocated(self._device), _elements((args, kwargs))
         self._round = _Round(size, begin, self._saving.report().stored)
-        self._near.set_limit(int(max(0, self._budget * (1 - MARGIN) - begin - self._needed(size))))
+        self._near.set_limit(int(max(0, self._budget * (1 - _MARGIN) - begin - self._needed(size))))
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def read_peak(self, *_: Any) -> None:
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
-        if self._round is not None:
+        if self._round is not None and not self._round.is_over:
             self._round.peak = max(self._round.peak, torch.accelerator.max_memory_allocated(self._device))
+
+    def after_step(self, *_: Any) -> None:
+        """Note that an optimizer has made a step."""
+        self.read_peak()
+        if self._round is not None and not self._round.is_over:
+            self._round.has_stepped = True
 
     def _learn(self, last: _Round) -> None:
         """Note what the round needed beside saved tensors.
@@ -238,9 +250,15 @@ def fit(
     near = OnDevice(0)
     tiers = Tiered(near, *(behind.stores if isinstance(behind, Tiered) else (behind,)))
     fitted = Fitted(save_activations(model, modules, tiers), near.budget, most, device)
-    before, read = UncopiedHook(weak_method(fitted.before_forward)), weak_method(fitted.read_peak)
+    before, after = UncopiedHook(fitted.before_forward), UncopiedHook(fitted.read_peak)
     fitted.on_remove(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-    fitted.on_remove(model.register_forward_hook(UncopiedHook(read)).remove)
-    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        fitted.on_remove(register(read).remove)
+    fitted.on_remove(model.register_forward_hook(after).remove)
+    # These hooks are on every optimizer of the process, so they must not keep the attachment, and with it the model.
+    steps = (
+        register_optimizer_step_pre_hook(weak_method(fitted.read_peak)),
+        register_optimizer_step_post_hook(weak_method(fitted.after_step)),
+    )
+    for handle in steps:
+        fitted.on_remove(handle.remove)
+        weakref.finalize(fitted, handle.remove).atexit = False
     return fitted

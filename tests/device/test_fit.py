@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import disthooks as dh
 from disthooks.errors import UsageError
@@ -149,19 +150,46 @@ def test_inputs_of_many_sizes(device: torch.device, free: dict[str, Run]) -> Non
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-def test_an_evaluation_between_steps_tells_nothing(device: torch.device, free: dict[str, Run]) -> None:
+def evaluated(run: Run, nbytes: int) -> None:
+    """An evaluation whose peak is far above that of a step."""
+    with torch.no_grad():
+        run.model(run.x)
+        held = torch.zeros(nbytes // 4, dtype=torch.int32, device=run.device)
+        del held
+
+
+def test_evaluations_between_steps_are_no_part_of_them(device: torch.device, free: dict[str, Run]) -> None:
     budget = int(0.75 * max(without("decoder", device, free).peaks))
     run = Run("decoder", device)
     with dh.fit(run.model, budget) as fitted:
-        for _ in range(4):
+        for _ in range(STEPS):
             run.step()
-        limit = fitted.report().limit
-        with torch.no_grad():
-            run.model(torch.cat([run.x] * 4))  # a larger batch needs no more than the budget, but more than a step
-            held = torch.zeros(budget // 8, dtype=torch.int32, device=device)
-            del held
+            evaluated(run, budget)
+        assert fitted.report().rounds == STEPS - 1
+        assert budget >= run.peaks[-1] >= 0.85 * budget
+        # Between forward and backward an evaluation hides the peak of backward: nothing is learnt from that round.
+        run.optimizer.zero_grad()
+        loss = run.model(run.x).square().mean()
+        evaluated(run, budget // 8)
+        loss.backward()
+        del loss
         run.step()
-        assert fitted.report().limit >= 0.95 * limit > 0
+        assert fitted.report().rounds == STEPS
+        assert run.peaks[-1] <= budget
+
+
+def test_a_script_that_drops_the_handle_has_the_same_limits(device: torch.device, free: dict[str, Run]) -> None:
+    budget = int(0.75 * max(without("decoder", device, free).peaks))
+    run = Run("decoder", device)
+    dh.fit(run.model, budget)
+    gc.collect()
+    for _ in range(STEPS):
+        run.step()
+    assert budget >= run.peaks[-1] >= 0.85 * budget
+    before = len(_global_optimizer_post_hooks)
+    del run
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before - 1, "with the model all hooks are gone"
 
 
 def test_what_was_learnt_is_saved_and_restored(device: torch.device, free: dict[str, Run]) -> None:
