@@ -176,7 +176,6 @@ class Fitted(Attachment):
             )
         stored = self._saving.report().stored - last.stored
         needs = self._needs.setdefault(last.size, {})
-        needs.pop(stored, None)
         needs[stored] = max(0, peak - last.begin - self._near.of(self._device).most)
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
