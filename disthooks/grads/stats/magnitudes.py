@@ -81,7 +81,9 @@ class MagnitudeCounter:
         if block.is_cpu:
             signed = torch.bitwise_right_shift(bits, shift, out=self._room.of(bits.shape, integer))
             codes = self._room.of(bits.shape, torch.int16).copy_(signed).bitwise_and_(magnitude)
-            highest = int(torch.tensor(largest, dtype=block.dtype).view(integer)) >> shift
+            highest = under + BINS - 1
+            if largest < math.inf:  # not NaN, whose sign may be any
+                highest = int(torch.tensor(largest, dtype=block.dtype).view(integer)) >> shift
             found = self._bins(codes, under, highest)
         else:
             codes = bits.bitwise_right_shift(shift).bitwise_and_(magnitude).clamp_(under, under + BINS - 1)

@@ -342,7 +342,7 @@ class _Reader:
             ends = [found[name].amax() if name == "high" else -found[name].amin() for name in self._extremes]
             largest = max(float(end) for end in ends) if rows.is_cpu and len(ends) == 2 else math.inf
             smallest = self.counter.add(block.counted_in, rows, block.padding, largest)
-        if rows.is_cpu and smallest is not None and not int(smallest):
+        if "zeros" in wanted and rows.is_cpu and smallest is not None and not int(smallest):
             found["zeros"] = widths
         if {"abs", "zeros"} & wanted - found.keys():
             sizes = torch.abs(rows, out=self._room.of(rows.shape, rows.dtype, "abs")) if rows.is_cpu else rows.abs()

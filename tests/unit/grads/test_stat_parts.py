@@ -148,6 +148,27 @@ def test_gradients_are_read_once_for_all_that_is_measured() -> None:
     assert reading.call_args.args[1] == {"squares", "nonfinite"}
 
 
+def test_zeros_in_some_gradients_only() -> None:
+    """Whether a block has zeros is known from its counts, also if nobody asks how many."""
+    grads, rows = [torch.ones(2000), torch.zeros(1500)], CountRows([0, 1], 2)
+    found = scanning.scan(grads, frozenset({"sum"}), CPU, rows)
+    assert found.facts["sum"].tolist() == [2000, 0]
+    assert found.counts.sum(1).tolist() == [2000, 1500]
+    assert scanning.scan(grads, frozenset({"zeros"}), CPU, rows).facts["zeros"].tolist() == [0, 1500]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 700, 5000])
+def test_nan_of_either_sign_is_counted_last(size: int, dtype: torch.dtype) -> None:
+    for nan in (torch.tensor(math.inf) - math.inf, math.inf - torch.tensor(math.inf)):
+        for sign in (1, -1):
+            grad = torch.full((size,), 1e-3, dtype=dtype)
+            grad[size // 2] = sign * nan
+            counts = scanning.scan([grad], frozenset({"high", "low"}), CPU, CountRows([0], 1)).counts[0]
+            assert counts[-1] == 1
+            assert counts.sum() == size
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_bits_depend_neither_on_blocks_nor_on_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that overflow, vanish, cancel, are not finite or have zeros lie in the first block and in later ones."""
