@@ -207,15 +207,15 @@ def fit(
     """Keep what a training step has in use on the device within ``budget``, and move no more than that takes.
 
     Saved tensors leave the device as far as the budget asks for it, first those that backward reads last. The first
-    step moves all of them; from its measured peak, and from that of each later step, it follows how many may stay. A
-    step of another size of the inputs begins with what the other sizes have shown. Gradients are the same bits.
+    step moves all of them. From the measured peak of each step ``fit`` computes how many may stay in the next one.
+    Inputs of another size start with what the other sizes have shown. Gradients are the same bits.
 
     The peak is that of torch's allocator (``torch.accelerator.max_memory_allocated``), so weights, gradients and the
     optimizer's state count, and memory that other libraries allocate does not. Its statistics are reset at each
     forward. Each rank keeps its own budget by itself.
 
     Args:
-        model: the model, on an accelerator; before or after an engine has wrapped it.
+        model: the model, on an accelerator; before or after an engine has wrapped it. It was not run under an engine.
         budget: most bytes that torch may have in use on the device: an int, or text such as ``"62 GiB"``.
         modules: the modules whose saved tensors may be moved, as for :func:`~disthooks.save_activations`.
         store: where they go; by default ``OnCpu()``. ``Tiered(OnCpu("64 GiB"), OnDisk(...))`` gives two places.
