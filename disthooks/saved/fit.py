@@ -108,12 +108,14 @@ class Fitted(Attachment):
 
     >>> model, near = nn.Linear(2, 2), OnDevice(0)
     >>> saving = save_activations(model, "*", Tiered(near, OnCpu()))
-    >>> with Fitted(saving, near.budget, 60 << 30, torch.device("cuda")) as fitted:
+    >>> with Fitted(model, saving, near.budget, 60 << 30, torch.device("cuda")) as fitted:
     ...     fitted.state_dict(), fitted.report().rounds
     ({'needs': {}}, 0)
     """
 
-    def __init__(self, saving: Saving, near: DeviceBudgets, budget: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, saving: Saving, near: DeviceBudgets, budget: int, device: torch.device
+    ) -> None:
         super().__init__()
         self._saving, self._near, self._budget, self._device = saving, near, budget, device
         # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
@@ -121,6 +123,15 @@ class Fitted(Attachment):
         self._round: _Round | None = None
         self._rounds = self._peak = 0
         self.on_remove(saving.remove)
+        self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
+        self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
+        # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
+        for handle in (
+            register_optimizer_step_pre_hook(weak_method(self._read_peak)),
+            register_optimizer_step_post_hook(weak_method(self._after_step)),
+        ):
+            self.on_remove(handle.remove)
+            weakref.finalize(self, handle.remove).atexit = False
 
     def report(self) -> FitReport:
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
@@ -135,9 +146,9 @@ class Fitted(Attachment):
         """Use what another attachment has learnt; see :meth:`state_dict`."""
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from the last round, and start one; a forward without gradients only ends the last round."""
-        self.read_peak()
+        self._read_peak()
         if not torch.is_grad_enabled():
             if self._round is not None:
                 self._round.is_over = True
@@ -150,14 +161,14 @@ class Fitted(Attachment):
         self._near.set_limit(int(max(0, self._budget * (1 - _MARGIN) - begin - self._needed(size))))
         torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def read_peak(self, *_: Any) -> None:
+    def _read_peak(self, *_: Any) -> None:
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
         if self._round is not None and not self._round.is_over:
             self._round.peak = max(self._round.peak, torch.accelerator.max_memory_allocated(self._device))
 
-    def after_step(self, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         """Note that an optimizer has made a step."""
-        self.read_peak()
+        self._read_peak()
         if self._round is not None and not self._round.is_over:
             self._round.has_stepped = True
 
@@ -248,16 +259,4 @@ def fit(
     behind = OnCpu() if store is None else store
     near = OnDevice(0)
     tiers = Tiered(near, *(behind.stores if isinstance(behind, Tiered) else (behind,)))
-    fitted = Fitted(save_activations(model, modules, tiers), near.budget, most, device)
-    before, after = UncopiedHook(fitted.before_forward), UncopiedHook(fitted.read_peak)
-    fitted.on_remove(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-    fitted.on_remove(model.register_forward_hook(after).remove)
-    # These hooks are on every optimizer of the process, so they must not keep the attachment, and with it the model.
-    steps = (
-        register_optimizer_step_pre_hook(weak_method(fitted.read_peak)),
-        register_optimizer_step_post_hook(weak_method(fitted.after_step)),
-    )
-    for handle in steps:
-        fitted.on_remove(handle.remove)
-        weakref.finalize(fitted, handle.remove).atexit = False
-    return fitted
+    return Fitted(model, save_activations(model, modules, tiers), near.budget, most, device)
