@@ -18,7 +18,7 @@ pytestmark = pytest.mark.second_tier
 ROUTED = {"mixtral", "mixtral_loop"}
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", zoo.names())
 def test_saved_bytes_and_peak_are_those_of_a_real_step(name: str) -> None:
     found = beside(
         functools.partial(zoo.build, name), functools.partial(zoo.context, name) if name in zoo.AUTOCAST else None

@@ -20,7 +20,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.first_tier(name=zoo.FEW)
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", zoo.names())
 def test_every_model_runs_a_step(name: str) -> None:
     if name not in zoo.FEW:
         pytest.importorskip("transformers")
