@@ -401,7 +401,7 @@ for _make in (llama, gpt2, bert, vit, resnet18, dit, lstm, llama_lora, llama_che
 
 
 def _has_bfloat16_lstm() -> bool:
-    """Whether this CPU runs an LSTM under autocast: oneDNN has none in bfloat16 for some CPUs, and torch then raises."""
+    """Whether this CPU runs an LSTM under autocast: oneDNN has no bfloat16 one for some CPUs, and torch then raises."""
     try:
         with torch.autocast("cpu", torch.bfloat16):
             nn.LSTM(64, 64)(torch.zeros(4, 64, 64))
