@@ -21,26 +21,31 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from disthooks import memory
 from disthooks._handles import Attachment, UncopiedHook, weak_method
 from disthooks._match import Pattern, unwrap_engine
 from disthooks._streams import is_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.attach import Saving, save_activations
+from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport
-from disthooks.saved.stores.base import DeviceBudgets, Store
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
 # The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
 _MARGIN = 0.01
+# At the last peak, up to two tensors may have been less there than the limit allowed: two of the largest are left free,
+# or this part of the budget if that is less. And a limit does not grow at once by all that seems to be left. On the CPU
+# it grows by half, because the bytes that a store holds while it writes and reads do not count under the limit there.
+_UNEVEN, _GROWTH, _GROWTH_CPU = 0.025, 0.9, 0.5
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
 _PROGRAMS = 8
 
@@ -80,6 +85,28 @@ class FitReport:
         )
 
 
+class _Memory:
+    """What is in use: of torch's allocator on an accelerator, resident memory of this process on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cpu = device, device.type == "cpu"
+
+    def in_use(self) -> int:
+        """Bytes in use now."""
+        return memory.resident() if self._is_cpu else torch.accelerator.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """The most bytes in use since the last reset."""
+        return memory.peak_resident() if self._is_cpu else torch.accelerator.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Start the peak anew."""
+        if self._is_cpu:
+            memory.reset_peak_resident()
+        else:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+
 @dataclass
 class _Round:
     """From one forward with gradients on to the next.
@@ -106,22 +133,22 @@ class Fitted(Attachment):
 
     It needs an accelerator, so this example makes one by hand, which has measured nothing.
 
-    >>> model, near = nn.Linear(2, 2), OnDevice(0)
-    >>> saving = save_activations(model, "*", Tiered(near, OnCpu()))
-    >>> with Fitted(model, saving, near.budget, 60 << 30, torch.device("cuda")) as fitted:
+    >>> model, tiers = nn.Linear(2, 2), Tiered(OnDevice(0), OnCpu())
+    >>> with Fitted(model, save_activations(model, "*", tiers), tiers, 60 << 30, torch.device("cuda")) as fitted:
     ...     fitted.state_dict(), fitted.report().rounds
     ({'needs': {}}, 0)
     """
 
-    def __init__(
-        self, model: nn.Module, saving: Saving, near: DeviceBudgets, budget: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, saving: Saving, tiers: Tiered, budget: int, device: torch.device) -> None:
         super().__init__()
-        self._saving, self._near, self._budget, self._device = saving, near, budget, device
+        self._saving, self._tiers, self._budget, self._device = saving, tiers.open(), budget, device
+        self._near = cast(OnDevice, tiers.stores[0]).budget
+        self._memory = _Memory(device)
         # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
         self._needs: dict[int, dict[int, int]] = {}
         self._round: _Round | None = None
         self._rounds = self._peak = 0
+        self._too_much: set[tuple[int, int]] = set()  # size and stored bytes of rounds that came near the budget
         self.on_remove(saving.remove)
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
@@ -156,15 +183,15 @@ class Fitted(Attachment):
         # An evaluation between forward and backward hides the peak of backward.
         if self._round is not None and (self._round.has_stepped or not self._round.is_over):
             self._learn(self._round)
-        begin, size = torch.accelerator.memory_allocated(self._device), _elements((args, kwargs))
+        begin, size = self._memory.in_use(), _elements((args, kwargs))
         self._round = _Round(size, begin, self._saving.report().stored)
-        self._near.set_limit(int(max(0, self._budget * (1 - _MARGIN) - begin - self._needed(size))))
-        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._near.set_limit(self._limit(begin, size))
+        self._memory.reset_peak()
 
     def _read_peak(self, *_: Any) -> None:
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
         if self._round is not None and not self._round.is_over:
-            self._round.peak = max(self._round.peak, torch.accelerator.max_memory_allocated(self._device))
+            self._round.peak = max(self._round.peak, self._memory.peak())
 
     def _after_step(self, *_: Any) -> None:
         """Note that an optimizer has made a step."""
@@ -187,9 +214,21 @@ class Fitted(Attachment):
             )
         stored = self._saving.report().stored - last.stored
         needs = self._needs.setdefault(last.size, {})
-        needs[stored] = max(0, peak - last.begin - self._near.of(self._device).most)
+        needed = max(0, peak - last.begin - self._near.of(self._device).most)
+        if peak > self._budget * (1 - _MARGIN):
+            self._too_much.add((last.size, stored))
+        # What once was too much is not forgotten when the next round needs less.
+        before = needs.pop(stored, 0)  # the newest one is the last of the dict
+        needs[stored] = max(needed, before) if (last.size, stored) in self._too_much else needed
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
+
+    def _limit(self, begin: int, size: int) -> int:
+        """Bytes of saved tensors that may stay in a round of inputs of ``size``."""
+        uneven = min(2 * self._tiers.largest.get(self._device, 0), _UNEVEN * self._budget)
+        found = max(0.0, self._budget * (1 - _MARGIN) - uneven - begin - self._needed(size))
+        last, growth = self._near.limit or 0, _GROWTH_CPU if self._device.type == "cpu" else _GROWTH
+        return int(found if found < last else last + growth * (found - last))
 
     def _needed(self, size: int) -> float:
         """Bytes that a round needs beside saved tensors and what lies there; infinite if nothing is known."""
@@ -211,9 +250,8 @@ def _elements(values: Any) -> int:
 def fit(
     model: nn.Module,
     budget: int | str,
-    *,
+    *stages: Stage | Pipeline,
     modules: Pattern | Iterable[Pattern] = "*",
-    store: Store | None = None,
 ) -> Fitted:
     """Keep what a training step has in use on the device within ``budget``, and move no more than that takes.
 
@@ -223,40 +261,48 @@ def fit(
 
     The peak is that of torch's allocator (``torch.accelerator.max_memory_allocated``), so weights, gradients and the
     optimizer's state count, and memory that other libraries allocate does not. Its statistics are reset at each
-    forward. Each rank keeps its own budget by itself.
+    forward. On the CPU it is the resident memory of the process, libraries and all, and :func:`fit` calls
+    :func:`disthooks.memory.release_promptly`. Each rank keeps its own budget by itself, without a collective.
 
     Args:
-        model: the model, on an accelerator; before or after an engine has wrapped it. It was not run under an engine.
-        budget: most bytes that torch may have in use on the device: an int, or text such as ``"62 GiB"``.
+        model: the model, on an accelerator or the CPU; before or after an engine has wrapped it.
+        budget: most bytes that torch may have in use on the device, or that the process may have resident on the CPU:
+            an int, or text such as ``"62 GiB"``.
+        stages: what may be done with saved tensors, as for :func:`~disthooks.save_activations`; ``OnCpu()`` by default.
+            ``Recompute(), OnCpu()`` drops what can be computed again, and moves what then still has to go.
+            ``Tiered(OnCpu("64 GiB"), OnDisk(...))`` gives two places. A model on the CPU needs an ``OnDisk``.
         modules: the modules whose saved tensors may be moved, as for :func:`~disthooks.save_activations`.
-        store: where they go; by default ``OnCpu()``. ``Tiered(OnCpu("64 GiB"), OnDisk(...))`` gives two places.
 
     Returns:
         A handle with ``report()``, ``state_dict()``, ``load_state_dict()`` and ``remove()``; also a context manager.
 
     Raises:
-        UsageError: when ``budget`` is not a size, the model is on no accelerator or on several devices, or what lies on
-            the device is more than the budget; from the second forward, when the first step needed more although every
-            saved tensor was moved.
+        UsageError: when ``budget`` is not a size, the model is on several devices, a model on the CPU has no store
+            or its process no peak of resident memory, or what lies on the device is more than the budget; from the
+            second forward, when the first step needed more although every saved tensor was moved.
         MatchError, AttachError: see :func:`~disthooks.save_activations`.
 
     >>> fit(nn.Linear(2, 2), "62 GiB")
     Traceback (most recent call last):
-    disthooks.errors.UsageError: fit: the model is on cpu: its parameters have to be on one accelerator
+    disthooks.errors.UsageError: fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)
     """
     most = parse_bytes(budget, "budget")
     devices = {parameter.device for parameter in unwrap_engine(model).parameters()}
     on = ", ".join(sorted(map(str, devices))) or "no device"
     if isinstance(model, nn.DataParallel):
         raise UsageError("fit: nn.DataParallel uses several devices, and a budget is of one: use DDP")
-    if len(devices) != 1 or not is_accelerator(device := devices.pop()):
-        raise UsageError(f"fit: the model is on {on}: its parameters have to be on one accelerator")
-    lies = torch.accelerator.memory_allocated(device)
+    if len(devices) != 1 or not (is_accelerator(device := devices.pop()) or device.type == "cpu"):
+        raise UsageError(f"fit: the model is on {on}: its parameters have to be on one accelerator, or on the CPU")
+    if device.type == "cpu":
+        if not stages:
+            raise UsageError("fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)")
+        if not (memory.reset_peak_resident() and memory.release_promptly()):
+            raise UsageError("fit: the peak of resident memory can be measured and kept on Linux with glibc only")
+    lies = _Memory(device).in_use()
     if lies > most:
         raise UsageError(
             f"fit: {format_bytes(lies)} lie on {device} already, more than the budget of {format_bytes(most)}"
         )
-    behind = OnCpu() if store is None else store
-    near = OnDevice(0)
-    tiers = Tiered(near, *(behind.stores if isinstance(behind, Tiered) else (behind,)))
-    return Fitted(model, save_activations(model, modules, tiers), near.budget, most, device)
+    asked = pipeline(*stages or (OnCpu(),))
+    tiers = Tiered(OnDevice(0), *(asked.store.stores if isinstance(asked.store, Tiered) else (asked.store,)))
+    return Fitted(model, save_activations(model, modules, replace(asked, store=tiers)), tiers, most, device)

@@ -122,6 +122,21 @@ def test_a_budget_is_kept_from_the_first_step_on_and_used(
         last = run.peaks[-1]
 
 
+def test_what_can_be_computed_again_is_dropped_before_the_rest_moves(
+    device: torch.device, free: dict[str, Run]
+) -> None:
+    plain = without("decoder", device, free)
+    budget = int(0.6 * max(plain.peaks))
+    moved = []
+    for stages in ((dh.OnCpu(),), (dh.Recompute(), dh.OnCpu())):
+        run = trained("decoder", device, lambda model, stages=stages: dh.fit(model, budget, *stages))
+        assert 0.85 * budget <= max(run.peaks) <= budget
+        assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
+        moved.append(sum(store.written for store in run.fitted.report().saved.tiers))
+    assert run.fitted.report().saved.recomputed > 0
+    assert moved[1] < 0.8 * moved[0]
+
+
 def test_a_budget_that_nothing_can_keep_is_an_error_that_says_how_much_is_missing(device: torch.device) -> None:
     run = Run("resnet", device)
     with dh.fit(run.model, "12 MiB"):

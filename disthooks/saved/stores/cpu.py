@@ -206,6 +206,10 @@ class OpenKeeping(OpenTiered):
     def _window(self, limit: int, device: torch.device) -> int:
         return self._in_flight
 
+    def _limits(self, device: torch.device) -> list[int | None]:
+        nearest, host = super()._limits(device)
+        return [nearest and nearest - self._in_flight, host]
+
 
 @register("store")
 @dataclass(frozen=True)

@@ -169,6 +169,9 @@ class OpenTiered(Store):
     Args:
         stores: the tiers, the fastest first.
         name: the spec, as text for errors; empty if the error of the last tier says enough.
+
+    Attributes:
+        largest: bytes of the largest tensor of each device that was put without a plan so far.
     """
 
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
@@ -176,7 +179,7 @@ class OpenTiered(Store):
         self._queues: dict[tuple[int, torch.device | None], Queue] = {}
         limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
         self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
-        self._largest: dict[torch.device, int] = {}  # bytes of the largest tensor of each device so far
+        self.largest: dict[torch.device, int] = {}
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         self._device = stores[0].open() if isinstance(stores[0], OnDevice) else None
         if self._device is not None:
@@ -377,32 +380,32 @@ class OpenTiered(Store):
     def _limits(self, device: torch.device) -> list[int | None]:
         """The bytes of each tier that a plan for tensors of ``device`` may use; None for no limit."""
         budgets = [self._budget(tier, device) for tier in range(len(self.stores))]
-        limits = [None if budget is None else budget.limit for budget in budgets]
-        if isinstance(self.stores[0], OnDevice) and limits[0] is not None:
-            limits[0] -= self._window(limits[0], device)
-        return limits
+        return [None if budget is None else budget.limit for budget in budgets]
 
     # -- the device
 
     def _window(self, limit: int, device: torch.device) -> int:
         """The part of the ``limit`` of the first tier that is left to copies on their way to the tiers below.
 
+        Only for tensors that come without a plan. A plan sends the first ones, so its copies are over when the limit is
+        reached (decision 194).
+
         A tensor that moves down takes memory of the device until it is copied. In a window of up to an eighth of the
         limit, a tensor of the largest size can be on its way while the next one comes, so that the computation need not
         wait for the copy (decision 85).
         """
-        return min(limit // 8, 2 * self._largest.get(device, 0))
+        return min(limit // 8, 2 * self.largest.get(device, 0))
 
     def _make_way(self, placed: Placed, is_planned: bool) -> None:
         """Make room for a new tensor, which is on the device already.
 
-        Without a plan, tensors begin to move down before the limit is reached. A plan leaves the window free by itself.
+        Without a plan, tensors begin to move down before the limit is reached.
         """
         device, nbytes = placed.device, placed.nbytes
         budget = self._nearest(device)
         if budget is None or budget.limit is None:
             return
-        self._largest[device] = max(self._largest.get(device, 0), nbytes)
+        self.largest[device] = max(self.largest.get(device, 0), nbytes)
         limit = budget.limit
         early = limit if is_planned else limit - self._window(limit, device)
         with contextlib.suppress(StoreError):  # if the tiers below are full, `put` of the new tensor raises it

@@ -55,7 +55,7 @@ class Planned(Policy):
         limits: bytes of saved tensors in each place, the nearest first; None for no limit. On the device those on their
             way count. If copies are late, the computation waits rather than pass the limit.
         group: bytes of a group at least.
-        window: bytes of the device's limit that the plan leaves to copies on their way.
+        window: bytes of the device's limit that are left to copies on their way without a plan.
         is_joined: a group is one copy, which is sent when it is complete. Otherwise each storage is sent at its put.
         is_written_through: of a tape that is not known everything is sent; otherwise what passes the limit.
         is_learning: plan by the order in which the last backward read; otherwise by the reverse order of saves.
@@ -83,8 +83,7 @@ class Planned(Policy):
         self._early: set[int] = set()  # positions that were dropped in forward
 
     def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
-        nearest = None if self.limit is None else self.limit - self.window
-        return make_plan(sizes, [nearest, *self.limits[1:]], group=self.group, reads=reads)
+        return make_plan(sizes, self.limits, group=self.group, reads=reads)
 
     @property
     def plan(self) -> Plan | None:
@@ -334,8 +333,8 @@ class Planned(Policy):
 class PlannedTiered(Planned):
     """``Tiered(OnDevice(limit), OnCpu())``: each tensor is sent at its put, if the plan says so.
 
-    A window below the limit is left to copies on their way. Without a plan, a tensor is sent when what was put after it
-    needs the room. A tensor that was read does not count any more.
+    Without a plan, a tensor is sent when what was put after it needs the room, and a window below the limit is left to
+    copies on their way. A tensor that was read does not count any more.
 
     Args:
         limit: of the ``OnDevice``.
@@ -350,7 +349,7 @@ class PlannedTiered(Planned):
     def put(self, block: Block) -> None:
         self._largest = max(self._largest, block.nbytes)
         self.window = min(self._most // 8, 2 * self._largest)
-        self.group = max(1, min(64 * MIB, (self._most - self.window) // 8))
+        self.group = max(1, min(64 * MIB, self._most // 8))
         super().put(block)
 
     def get(self, block: Block) -> None:
