@@ -82,6 +82,10 @@ class Hooks(_Watchers):
     budget: Size | None = Field(
         None, description="What parameters and saved tensors may take on the device of a rank: 20 GiB."
     )
+    fit: bool = Field(
+        False,
+        description="true: budget is for all that a step has in use; how much of it stays on the device is measured.",
+    )
     exact: bool = Field(False, description="true: a codec that loses anything is an error.")
     strict: bool = Field(
         False, description="true: under disthooks.run, an optimizer to whose model nothing can be attached is an error."

@@ -39,6 +39,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
+from disthooks.saved.fit import Fitted, within
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
@@ -55,11 +56,13 @@ class SavingPlan(Attachment):
         names: the names of the modules, in the order of the entries.
         missed: for each entry that matched nothing, its number and the error; empty unless ``partly`` was true.
         counts: the number of modules of each entry that matched.
+        fitted: the handle that keeps ``budget``, if ``fit`` is true; see :func:`disthooks.fit`.
     """
 
     def __init__(self, parts: Sequence[Saving], missed: Mapping[int, MatchError] | None = None) -> None:
         super().__init__()
         self._parts, self.missed = parts, dict(missed or {})
+        self.fitted: Fitted | None = None
         self.counts = tuple(len(part.names) for part in parts)
         self.names = tuple(name for part in parts for name in part.names)
         for part in parts:
@@ -159,6 +162,7 @@ class Plan:
         blame: whether to name the first module whose output is not finite; see :func:`disthooks.blame`.
         check_replicas: the number of steps between two comparisons of the ranks' copies; see
             :func:`disthooks.check_replicas`.
+        fit: whether ``budget`` is for all that a training step has in use on the device; see :func:`disthooks.fit`.
 
     Raises:
         ConfigError: when a codec is lossy and ``exact`` is true.
@@ -183,6 +187,7 @@ class Plan:
     strict: bool = False
     blame: bool = False
     check_replicas: int | None = None
+    fit: bool = False
     _written: PlanSource | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -204,6 +209,7 @@ class Plan:
             checked["strict"],
             checked["blame"],
             checked["check_replicas"],
+            checked["fit"],
         )
         # The dataclass is frozen. `_written` is no argument, since only a plan that was read has it.
         object.__setattr__(plan, "_written", written)
@@ -229,6 +235,7 @@ class Plan:
             return dump.copied(self._written.source.document)
         values: dict[str, Any] = {
             "budget": self.budget,
+            "fit": self.fit or None,
             "exact": self.exact or None,
             "strict": self.strict or None,
             "blame": self.blame or None,
@@ -259,8 +266,11 @@ class Plan:
         attached: list[Any] = []
         if len(missed) == len(self.saves):
             return SavingPlan(attached, missed)
+        placed = stores_within(self.budget, model, self.saves, self.source)
+        with at_line(self.source, ("fit",)):
+            fits = within(model, self.budget) if self.fit and self.budget is not None else None
         try:
-            for number, (patterns, pipeline) in enumerate(stores_within(self.budget, model, self.saves, self.source)):
+            for number, (patterns, pipeline) in enumerate(placed):
                 if number in missed:
                     continue
                 with at_line(self.source, ("save", number)):
@@ -269,7 +279,12 @@ class Plan:
             for part in attached:
                 part.remove()
             raise
-        return SavingPlan(attached, missed)
+        saving = SavingPlan(attached, missed)
+        if fits is not None:
+            tiers = [cast(Tiered, pipeline.store) for _, pipeline in placed]
+            saving.fitted = Fitted(model, saving, tiers, *fits)
+            saving.on_remove(saving.fitted.remove)
+        return saving
 
     def watch(
         self,

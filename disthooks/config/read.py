@@ -54,6 +54,8 @@ def plan_of(source: Source) -> Plan:
             source.fail(("budget",), f": {error}")
         if not checked["save"]:
             source.fail(("budget",), ": limits what 'save' leaves on the device, and there is no 'save'")
+    elif checked["fit"]:
+        source.fail(("fit",), ": keeps 'budget', and there is no 'budget': write one, such as budget: 60 GiB")
     expand = Expansion(source, checked["run"])
     # `run` has a default, so its directory is made only if the file names it, or a path is in it.
     uses_run = "run" in source.document or names_run(source.document)

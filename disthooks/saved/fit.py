@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from disthooks._match import Pattern, unwrap_engine
 from disthooks._streams import is_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
-from disthooks.saved.attach import Saving, save_activations
+from disthooks.saved.attach import save_activations
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.cpu import OnCpu
@@ -107,6 +107,12 @@ class _Memory:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
 
+class _Saving(Protocol):
+    """What saves the tensors: one attachment, or the entries of a plan."""
+
+    def report(self) -> SavedReport: ...
+
+
 @dataclass
 class _Round:
     """From one forward with gradients on to the next.
@@ -134,22 +140,25 @@ class Fitted(Attachment):
     It needs an accelerator, so this example makes one by hand, which has measured nothing.
 
     >>> model, tiers = nn.Linear(2, 2), Tiered(OnDevice(0), OnCpu())
-    >>> with Fitted(model, save_activations(model, "*", tiers), tiers, 60 << 30, torch.device("cuda")) as fitted:
+    >>> saving = save_activations(model, "*", tiers)
+    >>> with saving, Fitted(model, saving, [tiers], 60 << 30, torch.device("cuda")) as fitted:
     ...     fitted.state_dict(), fitted.report().rounds
     ({'needs': {}}, 0)
     """
 
-    def __init__(self, model: nn.Module, saving: Saving, tiers: Tiered, budget: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, saving: _Saving, tiers: Sequence[Tiered], budget: int, device: torch.device
+    ) -> None:
         super().__init__()
-        self._saving, self._tiers, self._budget, self._device = saving, tiers.open(), budget, device
-        self._near = cast(OnDevice, tiers.stores[0]).budget
+        self._saving, self._tiers, self._budget, self._device = saving, [each.open() for each in tiers], budget, device
+        self._near = cast(OnDevice, tiers[0].stores[0]).budget  # all tiers share it
+        self._near.set_limit(0)
         self._memory = _Memory(device)
         # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
         self._needs: dict[int, dict[int, int]] = {}
         self._round: _Round | None = None
         self._rounds = self._peak = 0
         self._too_much: set[tuple[int, int]] = set()  # size and stored bytes of rounds that came near the budget
-        self.on_remove(saving.remove)
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
@@ -225,7 +234,8 @@ class Fitted(Attachment):
 
     def _limit(self, begin: int, size: int) -> int:
         """Bytes of saved tensors that may stay in a round of inputs of ``size``."""
-        uneven = min(2 * self._tiers.largest.get(self._device, 0), _UNEVEN * self._budget)
+        largest = max(tiers.largest.get(self._device, 0) for tiers in self._tiers)
+        uneven = min(2 * largest, _UNEVEN * self._budget)
         found = max(0.0, self._budget * (1 - _MARGIN) - uneven - begin - self._needed(size))
         last, growth = self._near.limit or 0, _GROWTH_CPU if self._device.type == "cpu" else _GROWTH
         return int(found if found < last else last + growth * (found - last))
@@ -286,23 +296,36 @@ def fit(
     Traceback (most recent call last):
     disthooks.errors.UsageError: fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)
     """
-    most = parse_bytes(budget, "budget")
+    if not stages and _device_of(model).type == "cpu":
+        raise UsageError("fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)")
+    most, device = within(model, budget)
+    asked = pipeline(*stages or (OnCpu(),))
+    tiers = Tiered(OnDevice(0), *(asked.store.stores if isinstance(asked.store, Tiered) else (asked.store,)))
+    saving = save_activations(model, modules, replace(asked, store=tiers))
+    fitted = Fitted(model, saving, [tiers], most, device)
+    fitted.on_remove(saving.remove)
+    return fitted
+
+
+def within(model: nn.Module, budget: int | str) -> tuple[int, torch.device]:
+    """The bytes of ``budget``, and the device whose memory they are of; the errors are those of :func:`fit`."""
+    most, device = parse_bytes(budget, "budget"), _device_of(model)
+    if device.type == "cpu" and not (memory.reset_peak_resident() and memory.release_promptly()):
+        raise UsageError("fit: the peak of resident memory can be measured and kept on Linux with glibc only")
+    lies = _Memory(device).in_use()
+    if lies > most:
+        raise UsageError(
+            f"fit: {format_bytes(lies)} lie on {device} already, more than the budget of {format_bytes(most)}"
+        )
+    return most, device
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """The device that all parameters are on."""
     devices = {parameter.device for parameter in unwrap_engine(model).parameters()}
     on = ", ".join(sorted(map(str, devices))) or "no device"
     if isinstance(model, nn.DataParallel):
         raise UsageError("fit: nn.DataParallel uses several devices, and a budget is of one: use DDP")
     if len(devices) != 1 or not (is_accelerator(device := devices.pop()) or device.type == "cpu"):
         raise UsageError(f"fit: the model is on {on}: its parameters have to be on one accelerator, or on the CPU")
-    if device.type == "cpu":
-        if not stages:
-            raise UsageError("fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)")
-        if not (memory.reset_peak_resident() and memory.release_promptly()):
-            raise UsageError("fit: the peak of resident memory can be measured and kept on Linux with glibc only")
-    lies = _Memory(device).in_use()
-    if lies > most:
-        raise UsageError(
-            f"fit: {format_bytes(lies)} lie on {device} already, more than the budget of {format_bytes(most)}"
-        )
-    asked = pipeline(*stages or (OnCpu(),))
-    tiers = Tiered(OnDevice(0), *(asked.store.stores if isinstance(asked.store, Tiered) else (asked.store,)))
-    return Fitted(model, save_activations(model, modules, replace(asked, store=tiers)), tiers, most, device)
+    return device

@@ -102,6 +102,8 @@ def without(case: str, device: torch.device, free: dict[str, Run]) -> Run:
     return free[case]
 
 
+# Entries of a configuration; two of them share a store.
+HALVES = {"blocks.[0-5]": "64 MiB", "blocks.[6-9]": "32 MiB", "blocks.1?": "32 MiB"}
 # Of the other shares some are less than what lies there and what the step needs at least.
 SHARES = {"decoder": (0.5, 0.75, 1.0), "resnet": (0.9, 1.0), "u-net": (0.5, 0.75, 1.0), "branches": (0.6, 0.8, 1.0)}
 
@@ -135,6 +137,19 @@ def test_what_can_be_computed_again_is_dropped_before_the_rest_moves(
         moved.append(sum(store.written for store in run.fitted.report().saved.tiers))
     assert run.fitted.report().saved.recomputed > 0
     assert moved[1] < 0.8 * moved[0]
+
+
+def test_a_configuration_keeps_a_budget_with_several_entries(device: torch.device, free: dict[str, Run]) -> None:
+    plain = without("decoder", device, free)
+    budget = int(0.7 * max(plain.peaks))
+    entries = [{"modules": name, "store": {"kind": "OnCpu", "in_flight": size}} for name, size in HALVES.items()]
+    plan = dh.from_config({"budget": budget, "fit": True, "save": entries})
+    run = trained("decoder", device, plan.save, STEPS + 2)
+    assert 0.85 * budget <= run.peaks[-1] <= max(run.peaks) <= budget
+    same = trained("decoder", device, lambda model: contextlib.nullcontext(), STEPS + 2)
+    assert all(torch.equal(*pair) for pair in zip(run.weights, same.weights, strict=True))
+    assert run.fitted.fitted.report().rounds == STEPS + 1
+    assert run.fitted.report().moved > 0
 
 
 def test_a_budget_that_nothing_can_keep_is_an_error_that_says_how_much_is_missing(device: torch.device) -> None:

@@ -216,6 +216,18 @@ def test_a_budget_is_held(tmp_path: pathlib.Path) -> None:
         assert saving.report().held == device.budget.held == 0
 
 
+def test_fit_needs_a_budget_and_one_device(tmp_path: pathlib.Path) -> None:
+    stored = "save:\n- {modules: '*', store: {kind: OnCpu}}"
+    with pytest.raises(ConfigError, match=r"hooks\.yaml:1: fit: keeps 'budget', and there is no 'budget'"):
+        _read(tmp_path, f"fit: true\n{stored}")
+    plan = _read(tmp_path, f"budget: 1 MiB\nfit: true\n{stored}")
+    assert dh.Plan(plan.saves, budget="1 MiB", fit=True).to_dict()["fit"] is True
+    model = Tiny()
+    with pytest.raises(UsageError, match=r"hooks\.yaml:2: fit: .* lie on cpu already, more than .* 1\.0 MiB"):
+        plan.save(model)
+    assert not model._forward_pre_hooks
+
+
 def test_a_budget_of_exactly_the_weights_keeps_nothing(tmp_path: pathlib.Path) -> None:
     model = torch.nn.Linear(64, 64, device="meta")
     stored = f"save: [{{modules: '*', store: {{kind: OnDisk, directory: '{tmp_path}'}}}}]"
