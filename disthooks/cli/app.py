@@ -20,6 +20,7 @@ from disthooks.cli.check import check
 from disthooks.cli.diff import diff
 from disthooks.cli.env import env
 from disthooks.cli.explain import explain
+from disthooks.cli.fit import fit
 from disthooks.cli.report import report
 from disthooks.cli.watch import watch
 from disthooks.errors import DisthooksError, as_line
@@ -84,7 +85,7 @@ def _whole(
         raise typer.Exit(2)
 
 
-for _command in (env, check, explain, report, watch, diff):
+for _command in (env, check, explain, fit, report, watch, diff):
     app.command(context_settings=_HELP)(_with_short_errors(_command))
 app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
 

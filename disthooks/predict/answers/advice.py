@@ -90,7 +90,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """A change that a run on fake tensors can try."""
 
     kind: str
@@ -207,7 +207,7 @@ def changes(
     tried: Tried | None = None,
 ) -> list[Advice]:
     """All changes that make the peak lower, the best first. :func:`advise` describes the arguments."""
-    trial = _Trial(builder, explanation, device, measure, progress, {} if tried is None else tried)
+    trial = Trial(builder, explanation, device, measure, progress, {} if tried is None else tried)
     end = time.monotonic() + patience
     found: list[Advice] = []
     for each in _candidates(explanation):
@@ -225,8 +225,12 @@ def changes(
 # -- trying
 
 
-class _Trial:
-    """Runs candidates, and makes advice of them."""
+class Trial:
+    """Runs candidates, and makes advice of them.
+
+    Args:
+        least: a change that saves a smaller part of the peak than this gives no advice.
+    """
 
     def __init__(
         self,
@@ -236,7 +240,9 @@ class _Trial:
         measure: Callable[[Explanation], int],
         progress: Callable[[str], None] | None,
         tried: Tried,
+        least: float = LEAST,
     ) -> None:
+        self._least = least
         self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
         self._measure, self._before = measure, measure(explanation)
         usual = device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
@@ -246,13 +252,13 @@ class _Trial:
             self._record = record_step(builder, explanation.situation, cost_for_record).record
         self._seconds = step_seconds(self._record, self._device)
 
-    def of(self, candidate: _Candidate) -> list[Advice]:
+    def of(self, candidate: Candidate) -> list[Advice]:
         """The advice, if the candidate runs and saves something. It runs once."""
         if candidate.title not in self._tried:
             self._tried[candidate.title] = self._run(candidate)
         return self._tried[candidate.title][0]
 
-    def _run(self, candidate: _Candidate) -> tuple[list[Advice], Step | None]:
+    def _run(self, candidate: Candidate) -> tuple[list[Advice], Step | None]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what torch says of this change is not about the user's step
@@ -264,14 +270,14 @@ class _Trial:
         record, stored = step.record, 0 if step.planned is None else step.planned.report().stored
         saves = self._before - nbytes
         self._say(f"{candidate.title}: {format_bytes(nbytes)}")
-        if saves < LEAST * self._before:
+        if saves < self._least * self._before:
             return [], step
         compute = step_seconds(record, self._device) - self._seconds
         if candidate.kind in ("batch", "shard"):
             compute = 0.0  # as many steps more as there are samples less; several devices compute at the same time
         link, cost = 0.0, ""
-        if stored and candidate.kind in ("offload", "tiers"):
-            moved = max(0, stored - candidate.stays)
+        moved = max(0, stored - candidate.stays) if candidate.kind in ("offload", "tiers") else 0
+        if moved:
             link = self._device.offload_seconds(moved)
             cost = (
                 f"{format_bytes(moved)} go out and come back; that takes {_time(link)} on the link "
@@ -329,7 +335,7 @@ def _time(seconds: float) -> str:
 # -- candidates
 
 
-def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
+def _candidates(explanation: Explanation) -> Iterator[Candidate]:
     """The changes to try. Those that usually save most come first, because the time may be over before the last."""
     situation, at_peak = explanation.situation, explanation.peak
     group = largest_group(explanation)
@@ -337,71 +343,71 @@ def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
         made: Any = functools.partial(situation.optimizer, foreach=False)  # type: ignore[call-arg]  # if it is torch's
         changed = replace(situation, optimizer=made)
         note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
-        yield _Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
+        yield Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
     if group is not None:
         title, code = f"checkpoint each of the {len(group.names)} {group.kind}", checkpoint_code(group.names)
         change = _after(situation.change, checkpointed(group.names))
-        yield _Candidate("checkpoint", title, replace(situation, change=change), code=code)
+        yield Candidate("checkpoint", title, replace(situation, change=change), code=code)
     if _movable(explanation) > 0.1 * at_peak.nbytes:
         yield from _plans(explanation, group)
     if situation.backend == "math":
         code = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION): ..."
         changed = replace(situation, backend="flash")
-        yield _Candidate("attention", "use flash attention", changed, code=code, is_exact=False, note=_ROUNDING)
+        yield Candidate("attention", "use flash attention", changed, code=code, is_exact=False, note=_ROUNDING)
     if situation.device == "cuda" and situation.autocast is None and situation.dtype is None:
         code = 'with torch.autocast("cuda", torch.bfloat16): ...'
         changed = replace(situation, autocast=torch.bfloat16)
-        yield _Candidate("autocast", "autocast to bfloat16", changed, code=code, is_exact=False, note=_ROUNDING)
+        yield Candidate("autocast", "autocast to bfloat16", changed, code=code, is_exact=False, note=_ROUNDING)
     batch = _batch(explanation)
     if batch > 1:
         changed, code = replace(situation, batch=batch // 2), f"batch size {batch // 2}, two backwards for each step"
         note = "accumulate the gradients of two halves of the batch; a batch norm then has the statistics of each half"
-        yield _Candidate("batch", "half the batch, with accumulation", changed, code=code, is_exact=False, note=note)
+        yield Candidate("batch", "half the batch, with accumulation", changed, code=code, is_exact=False, note=note)
     sharded = sum(at_peak.by_category.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
     if situation.engine.kind in ("plain", "ddp") and 2 * sharded > at_peak.nbytes:
         ranks = max(RANKS, situation.engine.world)
         changed = replace(situation, engine=EngineSpec("fsdp2", ranks))
         code = f"disthooks explain ... --engine fsdp2 --world {ranks}"
         note = "the batch of each rank stays the same; the time of the collectives is not counted"
-        yield _Candidate("shard", f"shard the model over {ranks} ranks (FSDP2)", changed, code=code, note=note)
+        yield Candidate("shard", f"shard the model over {ranks} ranks (FSDP2)", changed, code=code, note=note)
 
 
 _ROUNDING = "gradients are rounded differently"
 
 
-def _plans(explanation: Explanation, group: Group | None) -> Iterator[_Candidate]:
+def _plans(explanation: Explanation, group: Group | None) -> Iterator[Candidate]:
     situation = explanation.situation
-    store, where = _far_store(situation, explanation.saved_bytes)
+    store, where = far_store(situation, explanation.saved_bytes)
     recompute = {"kind": "Recompute"}
     stays = {"kind": "OnDevice"}
     modules = "*" if group is None or not group.pattern else group.pattern
-    yield _planned(situation, "offload", f"move all saved tensors to {where}", "*", store=store)
+    yield planned(situation, "offload", f"move all saved tensors to {where}", "*", store=store)
     if group is not None and modules != "*" and group.nbytes < 0.98 * explanation.saved_bytes:
         title = f"move what the {len(group.names)} {group.kind} save to {where}"
-        yield _planned(situation, "offload", title, modules, store=store)
+        yield planned(situation, "offload", title, modules, store=store)
     title = "compute cheap tensors again"
-    yield _planned(situation, "recompute", title, "*", recompute=recompute, store=stays)
+    yield planned(situation, "recompute", title, "*", recompute=recompute, store=stays)
     if modules != "*":
         title = "compute cheap tensors and outputs of linear layers again"
         again = recompute | {"products": 1}
-        yield _planned(situation, "recompute", title, modules, recompute=again, store=stays)
+        yield planned(situation, "recompute", title, modules, recompute=again, store=stays)
     wide = sum(each.nbytes for each in explanation.record.counted() if each.dtype == "float32")
     if 2 * wide > explanation.saved_bytes:
         codecs = [{"kind": "Cast", "dtype": "bfloat16"}]
-        yield _planned(situation, "cast", "keep saved tensors as bfloat16", "*", codecs=codecs, store=stays)
+        yield planned(situation, "cast", "keep saved tensors as bfloat16", "*", codecs=codecs, store=stays)
     small = [{"kind": "Quantize", "bits": 8}]
-    yield _planned(situation, "quantize", "keep saved tensors in 8 bits", "*", codecs=small, store=stays)
+    yield planned(situation, "quantize", "keep saved tensors in 8 bits", "*", codecs=small, store=stays)
 
 
-def _planned(situation: Situation, kind: str, title: str, modules: str, **entry: Any) -> _Candidate:
+def planned(situation: Situation, kind: str, title: str, modules: str, **entry: Any) -> Candidate:
     document = {"save": [{"modules": modules, **entry}]}
     is_lossy = "codecs" in entry
     note = "the codec is lossy, so gradients change a little (docs/saved-tensors.md has its error)" if is_lossy else ""
     changed = replace(situation, plan=from_config(document))
-    return _Candidate(kind, title, changed, as_yaml(document), is_exact=not is_lossy, note=note)
+    return Candidate(kind, title, changed, as_yaml(document), is_exact=not is_lossy, note=note)
 
 
-def _kept(situation: Situation, room: int) -> _Candidate:
+def _kept(situation: Situation, room: int) -> Candidate:
     """Everything moves but what has room on the device."""
     keep = f"{max(1, room >> 20)} MiB"
     store: dict[str, Any] = {"kind": "OnCpu", "keep": keep}
@@ -410,11 +416,11 @@ def _kept(situation: Situation, room: int) -> _Candidate:
             "kind": "Tiered",
             "stores": [{"kind": "OnDevice", "limit": keep}, {"kind": "OnDisk", "directory": DISK}],
         }
-    made = _planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
+    made = planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
     return replace(made, stays=max(1, room >> 20) << 20)
 
 
-def _far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
+def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
     """A store that takes tensors out of the device's memory, and what it is called."""
     disk = {"kind": "OnDisk", "directory": DISK}
     if situation.device != "cuda":

@@ -54,6 +54,10 @@ FROZEN = {
         *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
         *("--batch", "--seq", "--measured", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
     ],
+    "fit": [
+        *("model", "--budget", "--device", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
+        *("--batch", "--seq", "--json"),
+    ],
     "launch": [],
     "report": ["path", "--output/-o", "--compare", "--json"],
     "watch": ["path", "--once", "--every"],
@@ -463,6 +467,22 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     assert [(each["module"], each["stored"]) for each in found["plan"]["modules"]] == [("1", 160)]
     alone = run("explain", f"{BUILT}:alone", code=1).stderr
     assert "alone has no example inputs: a function has to return (module, example inputs)" in alone
+
+
+def test_fit_prints_a_file_that_keeps_the_budget(tmp_path: pathlib.Path) -> None:
+    options = (f"{BUILT}:whole", "--device", "cpu", "--optimizer", "adamw")
+    free = json.loads(run("explain", *options, "--json").stdout)["peak"]["nbytes"]
+    budget = free * 9 // 10
+    told = run("fit", *options, "--budget", budget).stdout
+    assert told.startswith("# ")
+    file = tmp_path / "hooks.yaml"
+    file.write_text(told)
+    found = json.loads(run("explain", options[0], file, *options[1:], "--json").stdout)
+    assert found["plan"]["peak"]["nbytes"] <= budget
+    assert "no plan is needed" in run("fit", *options, "--budget", free).stdout
+    found = json.loads(run("fit", *options, "--budget", free, "--json").stdout)
+    assert (found["budget"], found["peak"], found["plan"]) == (free, free, None)
+    assert "no plan keeps 1.0 KiB" in run("fit", *options, "--budget", "1 KiB", code=1).stderr
 
 
 def test_explain_fits_into_narrow_terminals() -> None:

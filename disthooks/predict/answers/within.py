@@ -1,0 +1,96 @@
+"""``plan_within``: the plan that keeps a step within a budget and adds the least time, from predictions alone."""
+
+# [Note: the plan for a budget]
+# Three ways are tried: to move saved tensors to a store, to drop what is cheap to compute again and move the rest, and
+# the same with outputs of linear layers. Each has one number, the bytes of saved tensors that stay on the device. The
+# first run has 0 of them. A limit that is larger by some bytes makes the peak larger by no more than these, so each
+# further run may add what the last one left of the budget. The way that adds the least time is the answer. Times are
+# those of the advice: of the operators by a table of devices, and of the link as far as it is longer than the step.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from disthooks._tensors import format_bytes
+from disthooks.errors import UsageError
+from disthooks.predict.answers.advice import Advice, Candidate, Trial, far_store, planned
+from disthooks.predict.explanation import Explanation
+from disthooks.predict.fake.builder import Builder
+
+#: The part of the budget that may be left over when the search for one limit ends, and runs for one limit at most.
+_CLOSE, _RUNS = 0.01, 6
+_WAYS: dict[str, dict[str, Any] | None] = {
+    "move saved tensors": None,
+    "compute cheap tensors again, and move others": {"kind": "Recompute"},
+    "compute cheap tensors and outputs of linear layers again, and move others": {"kind": "Recompute", "products": 1},
+}
+
+
+def plan_within(
+    builder: Builder, explanation: Explanation, budget: int, progress: Callable[[str], None] | None = None
+) -> Advice | None:
+    """The plan of a hooks file with which the step of ``explanation`` needs no more than ``budget`` bytes.
+
+    Args:
+        builder: builds the model of ``explanation``.
+        explanation: the step without a plan.
+        budget: bytes on the device.
+        progress: called with a line of text after each run.
+
+    Returns:
+        The advice, with the lines of YAML; None if the step is within the budget as it is.
+
+    Raises:
+        UsageError: if no plan keeps the budget; it says how much is missing.
+
+    >>> from torch import nn, empty
+    >>> from disthooks import explain
+    >>> builder = Builder(lambda: (nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), empty(1 << 20, 256)))
+    >>> said = explain(builder)
+    >>> found = plan_within(builder, said, said.peak_bytes * 8 // 10)
+    >>> found.nbytes <= said.peak_bytes * 8 // 10, found.yaml.startswith("save:")
+    (True, True)
+    """
+    if explanation.peak_bytes <= budget:
+        return None
+    runs: list[Advice] = []
+    trial = Trial(builder, explanation, None, lambda said: said.peak_bytes, progress, {}, least=0.0)
+    found = [best for way in _WAYS if (best := _largest(trial, explanation, way, budget, runs)) is not None]
+    if not found:
+        least = min((each.nbytes for each in runs), default=explanation.peak_bytes)
+        raise UsageError(
+            f"no plan keeps {format_bytes(budget)}: with all saved tensors moved the step needs {format_bytes(least)}, "
+            f"{format_bytes(least - budget)} more; a smaller batch, activation checkpointing, or FSDP need less "
+            "(disthooks explain says how much)"
+        )
+    return min(found, key=lambda each: each.seconds)
+
+
+def _largest(trial: Trial, explanation: Explanation, way: str, budget: int, runs: list[Advice]) -> Advice | None:
+    """The advice with the most saved tensors on the device that keeps the budget; None if none does."""
+    best, stays, last = None, 0, -1
+    for _ in range(_RUNS):
+        run = trial.of(_candidate(explanation, way, stays))
+        if not run or run[0].nbytes == last:  # all that is left to move stays already
+            break
+        last = run[0].nbytes
+        runs += run
+        left = budget - run[0].nbytes
+        if left >= 0:
+            best = run[0]
+        if (not stays and left < 0) or 0 <= left < _CLOSE * budget:
+            break
+        stays = max(0, stays + left - (budget >> 9))  # a little less, since an allocator rounds
+    return best
+
+
+def _candidate(explanation: Explanation, way: str, stays: int) -> Candidate:
+    stays = stays >> 20 << 20
+    store, where = far_store(explanation.situation, explanation.saved_bytes)
+    below = store["stores"] if store["kind"] == "Tiered" else [store]
+    tiers = {"kind": "Tiered", "stores": [{"kind": "OnDevice", "limit": f"{stays >> 20} MiB"}, *below]}
+    entry: dict[str, Any] = {} if _WAYS[way] is None else {"recompute": _WAYS[way]}
+    title = f"{way} to {where}, {stays >> 20} MiB stay"
+    return replace(planned(explanation.situation, "tiers", title, "*", **entry, store=tiers), stays=stays)

@@ -1,0 +1,57 @@
+"""A plan for a budget: the step with its YAML is within the budget, and more room costs no more time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import UsageError
+from disthooks.predict.answers.within import plan_within
+from disthooks.predict.explain import explain_built
+from disthooks.predict.fake.builder import Builder
+from disthooks.predict.run import Situation
+
+ROWS, WIDE, DEEP = 1 << 20, 64, 24
+SAVED = ROWS * WIDE * 4  # the largest saved tensor: 256 MiB
+
+
+class Deep(nn.Module):
+    """Layers of which ``Recompute`` drops the GELUs' inputs only with their linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU()) for _ in range(DEEP)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out.mean()
+
+
+def test_the_plan_keeps_the_budget_and_more_room_costs_no_more() -> None:
+    import yaml
+
+    builder = Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
+    said = explain_built(builder, Situation(batch=ROWS))
+    assert plan_within(builder, said, said.peak_bytes) is None
+    seconds = []
+    for share in (0.3, 0.5, 0.7, 0.9):
+        budget = int(share * said.peak_bytes)
+        found = plan_within(builder, said, budget)
+        assert found is not None
+        assert found.nbytes <= budget, share
+        assert budget - 2 * SAVED < found.nbytes or "go out" not in found.text, share
+        again = dh.explain(builder, plan=yaml.safe_load(found.yaml), batch=ROWS)
+        assert again.peak_bytes == found.nbytes
+        seconds.append(found.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+    assert "again" in found.title, "to compute again takes less time than the link"
+
+
+def test_a_budget_that_no_plan_keeps_says_what_is_missing() -> None:
+    builder = Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
+    said = explain_built(builder, Situation(batch=ROWS))
+    with pytest.raises(UsageError, match=r"no plan keeps 1\.0 MiB: with all saved tensors moved .* needs 1\.0 GiB, "):
+        plan_within(builder, said, 1 << 20)
