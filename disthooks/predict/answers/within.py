@@ -33,6 +33,8 @@ def plan_within(
 ) -> Advice | None:
     """The plan of a hooks file with which the step of ``explanation`` needs no more than ``budget`` bytes.
 
+    See [Note: the plan for a budget].
+
     Args:
         builder: builds the model of ``explanation``.
         explanation: the step without a plan.
