@@ -121,8 +121,13 @@ class Prepared(Attachment):
         return PreparedReport(saved, self.gradients.report() if self.gradients else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of ``gradients``, to be saved beside the optimizer's; an empty dict without ``watch``."""
-        return self.gradients.state_dict() if self.gradients else {}
+        """The state of ``gradients`` and what ``fit`` has learnt; an empty dict without ``watch`` and ``fit``.
+
+        Save it beside the optimizer's state.
+        """
+        state = self.gradients.state_dict() if self.gradients else {}
+        fitted = self.saving.fitted if self.saving else None
+        return state if fitted is None else {**state, "fit": fitted.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned. Call it on every rank.
@@ -130,10 +135,13 @@ class Prepared(Attachment):
         Raises:
             UsageError: when the state is of another configuration; nothing is changed then.
         """
+        watched = {key: value for key, value in state.items() if key != "fit"}
         if self.gradients is not None:
-            self.gradients.load_state_dict(state)
-        elif state:
+            self.gradients.load_state_dict(watched)
+        elif watched:
             raise UsageError("the state is of a configuration with 'watch', and this one has none")
+        if self.saving is not None and self.saving.fitted is not None and "fit" in state:
+            self.saving.fitted.load_state_dict(state["fit"])
 
 
 _NOWHERE = Source("the plan", {})

@@ -60,12 +60,13 @@ class FitReport:
         rounds: how many forwards with gradients on have been measured.
         peak: the most bytes in use in the last of them; 0 before the first.
         limit: how many bytes of saved tensors stay on the device in the round that is under way.
+        missing: how many bytes more of the budget would have kept all saved tensors there in the last round.
         saved: what was done with the saved tensors.
 
     >>> from disthooks.saved.counters import Counters
     >>> saved = Counters().report(OnCpu())
-    >>> print(str(FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, saved)).splitlines()[0])
-    cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay
+    >>> print(str(FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, saved)).splitlines()[0])
+    cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay, and 9.0 GiB move
     """
 
     budget: int
@@ -73,6 +74,7 @@ class FitReport:
     rounds: int
     peak: int
     limit: int
+    missing: int
     saved: SavedReport
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class FitReport:
             used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds"
         return (
             f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
-            f"tensors stay\n{self.saved}"
+            f"tensors stay, and {format_bytes(self.missing)} move\n{self.saved}"
         )
 
 
@@ -157,7 +159,7 @@ class Fitted(Attachment):
         # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
         self._needs: dict[int, dict[int, int]] = {}
         self._round: _Round | None = None
-        self._rounds = self._peak = 0
+        self._rounds = self._peak = self._missing = 0
         self._too_much: set[tuple[int, int]] = set()  # size and stored bytes of rounds that came near the budget
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
@@ -172,7 +174,8 @@ class Fitted(Attachment):
     def report(self) -> FitReport:
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
         limit = self._near.limit or 0
-        return FitReport(self._budget, self._device, self._rounds, self._peak, limit, self._saving.report())
+        saved = self._saving.report()
+        return FitReport(self._budget, self._device, self._rounds, self._peak, limit, self._missing, saved)
 
     def state_dict(self) -> dict[str, Any]:
         """What this attachment has learnt. A new attachment that loads it need not move every saved tensor at first."""
@@ -222,6 +225,7 @@ class Fitted(Attachment):
                 "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
             )
         stored = self._saving.report().stored - last.stored
+        self._missing = max(0, stored - (self._near.limit or 0))
         needs = self._needs.setdefault(last.size, {})
         needed = max(0, peak - last.begin - self._near.of(self._device).most)
         if peak > self._budget * (1 - _MARGIN):

@@ -252,3 +252,29 @@ def test_the_report_says_what_was_promised_and_measured(device: torch.device) ->
     assert (report.budget, report.rounds, report.device) == (32 << 20, 2, device)
     assert str(report).startswith(f"{device}: a budget of 32.0 MiB, ")
     assert not list(run.model._forward_pre_hooks.values())
+
+
+def test_with_as_many_bytes_as_are_missing_nothing_moves(device: torch.device) -> None:
+    budget = 24 << 20
+    missing = []
+    for _ in range(2):
+        run = trained("decoder", device, lambda model, budget=budget: dh.fit(model, budget), 2 * STEPS)
+        missing.append(run.fitted.report().missing)
+        budget += int(1.05 * missing[0]) + (1 << 20)  # beside it a part of each budget is left free
+    assert missing[0] > 1 << 20
+    assert missing[1] == 0
+
+
+def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device) -> None:
+    plan = dh.from_config({"budget": "24 MiB", "fit": True, "save": [{"modules": "*", "store": {"kind": "OnCpu"}}]})
+    first = Run("decoder", device)
+    with plan.prepare(first.model) as prepared:
+        for _ in range(3):
+            first.step()
+        state = prepared.state_dict()
+    run = Run("decoder", device)
+    with plan.prepare(run.model) as prepared:
+        prepared.load_state_dict(state)
+        run.step()
+        assert prepared.saving.fitted.report().limit > 1 << 20
+        assert run.peaks[0] <= 24 << 20
