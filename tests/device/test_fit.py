@@ -124,6 +124,33 @@ def test_a_budget_is_kept_from_the_first_step_on_and_used(
         last = run.peaks[-1]
 
 
+@pytest.mark.full_tier
+@pytest.mark.parametrize("case", CASES)
+def test_no_budget_of_many_is_passed(case: str, device: torch.device, free: dict[str, Run]) -> None:
+    """Budgets in steps of 5%, each that is not too small for the step without saved tensors."""
+    most, kept = max(without(case, device, free).peaks), 0
+    for percent in range(40, 101, 5):
+        budget = percent * most // 100
+        with contextlib.suppress(UsageError):
+            run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget), 2 * STEPS)
+            assert max(run.peaks) <= budget, percent
+            assert max(run.peaks) >= 0.85 * budget, percent
+            kept += 1
+    assert kept >= 3
+
+
+@pytest.mark.full_tier
+def test_a_thousand_steps_of_random_lengths(device: torch.device, free: dict[str, Run]) -> None:
+    budget, lengths = int(0.7 * max(without("decoder", device, free).peaks)), random.Random(0)
+    run = Run("decoder", device)
+    with dh.fit(run.model, budget):
+        for _ in range(1000):
+            run.step(images(8, lengths.randrange(4, 65), 8).to(device))
+    over = [peak / budget for peak in run.peaks if peak > budget]
+    assert not over
+    assert max(run.peaks) >= 0.85 * budget
+
+
 def test_what_can_be_computed_again_is_dropped_before_the_rest_moves(
     device: torch.device, free: dict[str, Run]
 ) -> None:
