@@ -42,7 +42,9 @@ def test_a_rank_that_raises_and_after_a_restart_one_that_is_killed(folder: pathl
     assert "the first error" in said.splitlines()[0]
     assert "killed from outside (SIGKILL: out of memory?)" in said
     assert "saw another rank go" in said or "was stopped by the launcher (SIGTERM)" in said
-    assert "fails.py" in said.split("rank 0")[1]  # and where it was
+    # And where it was, unless a busy machine gave it no time to write that before the launcher killed it.
+    other = said.split("rank 0")[1].splitlines()[0]
+    assert "fails.py" in other or other.endswith("was stopped by the launcher (SIGTERM)")
     assert "attempt 0, before a restart: rank 1" in said
     assert "KeyError: 'the batch of this rank'" in said
     attempts = {(one["attempt"], one["rank"]): one for one in done.records()}

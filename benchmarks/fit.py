@@ -1,0 +1,120 @@
+"""Budgets of resident memory on a CPU: what ``fit`` keeps of each, and what a step takes under it.
+
+    make bench-fit                             # or: python benchmarks/fit.py --rounds 5 --directory /scratch
+
+A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
+memory that its training adds to that of the process before the first step. Each way is a process of its own, because
+resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process the peaks of all steps and the
+median time of those after the sixth, when ``fit`` has found its limit, are taken. The median of each way and its ratio
+to the training in memory are printed and written as JSON. All ways run with ``disthooks.memory.release_promptly()``,
+without which memory that was freed stays resident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from disk import RESULTS, machine
+from torch import nn
+
+import disthooks as dh
+from disthooks._tensors import format_bytes
+
+MEMORY, DISK = "in memory", "OnDisk"
+SHARES = (0.9, 0.8, 0.7, 0.6)
+SETTLED = 6
+SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
+
+
+def trained(way: str, budget: int, size: str, steps: int, directory: str) -> dict[str, Any]:
+    """Train in this process; the peak of each step and the seconds of those after ``SETTLED``."""
+    layers, width, batch, length = SIZES[size]
+    dh.memory.release_promptly()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(batch, length, width)
+    if way == DISK:
+        dh.save_activations(model, "*", dh.OnDisk(directory, in_flight="64 MiB"))
+    elif way != MEMORY:
+        dh.fit(model, budget, dh.OnDisk(directory, in_flight="64 MiB"))
+    before, peaks, seconds = dh.memory.resident(), [], []
+    for _ in range(steps):
+        dh.memory.reset_peak_resident()
+        begin = time.perf_counter()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+        peaks.append(dh.memory.peak_resident())
+    return {
+        "before": before,
+        "peaks": peaks,
+        "seconds": statistics.median(seconds[SETTLED:]),
+        "loss": loss.item().hex(),
+    }
+
+
+def in_process(way: str, budget: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The same in a new process."""
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        words = ["--one", way, "--budget", str(budget), "--size", args.size, "--steps", str(args.steps)]
+        call = [sys.executable, __file__, *words, "--directory", directory]
+        done = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=SETTLED + 3)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on a real disk")
+    parser.add_argument("--json", default=str(RESULTS / "fit-cpu.json"))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(trained(args.one, args.budget, args.size, args.steps, args.directory)))
+        return
+    free = in_process(MEMORY, 0, args)
+    before, most = free["before"], max(free["peaks"])
+    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": int(before + share * (most - before)) for share in SHARES}, DISK: 0}
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in budgets}
+    for _ in range(args.rounds):
+        for way, budget in budgets.items():
+            runs[way].append(in_process(way, budget, args))
+    results = {}
+    for way, budget in budgets.items():
+        peaks = [max(run["peaks"]) for run in runs[way]]
+        results[way] = {
+            "seconds": statistics.median(run["seconds"] for run in runs[way]),
+            "ratio": statistics.median(
+                a["seconds"] / b["seconds"] for a, b in zip(runs[way], runs[MEMORY], strict=True)
+            ),
+            "budget_bytes": budget or None,
+            "peak_bytes": max(peaks),
+            "used": round(statistics.median(run["peaks"][-1] for run in runs[way]) / budget, 4) if budget else None,
+            "is_kept": max(peaks) <= budget if budget else None,
+            "same_loss": {run["loss"] for run in runs[way]} == {run["loss"] for run in runs[MEMORY]},
+        }
+        row = results[way]
+        peak = format_bytes(row["peak_bytes"])
+        print(f"{way:<10} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {peak:>10}  {row['used']}")
+    about = {"machine": machine("cpu"), "size": args.size, "rounds": args.rounds, "steps": args.steps}
+    pathlib.Path(args.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
