@@ -462,3 +462,13 @@ def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
     assert found["right"] >= 190
     assert found["clean_steps"] >= 10_000
     assert found["false_alarms"] <= 1
+
+
+@pytest.mark.full_tier
+def test_a_budget_on_the_cpu_is_kept(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "fit.json"
+    done = _script("benchmarks/fit.py", "--size", "small", "--rounds", "1", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["results"]
+    assert all(row["same_loss"] for row in found.values())
+    assert all(row["is_kept"] for way, row in found.items() if way.startswith("fit"))
