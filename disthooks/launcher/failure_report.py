@@ -302,14 +302,18 @@ def _short(rank: Rank) -> str:
 
 def _script_line(stack: str) -> str:
     """The innermost line of the traceback or stack that is in the script, not in Python or an installed package."""
-    if "Current thread" in stack:  # a stack of all threads: take the thread that got the signal
-        stack = stack[stack.index("Current thread") :].partition("\n\n")[0]
-    lines = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
-    own = [one for one in lines if one[0][0] != "<" and not _FOREIGN.search(one[0])]
+    own = _script_lines(stack)
+    if "Current thread" in stack:  # a stack of all threads: take the thread that got the signal, if it runs the script
+        own = _script_lines(stack[stack.index("Current thread") :].partition("\n\n")[0]) or own
     if not own:
         return ""
     path, number, function = own[-1] if "Traceback" in stack else own[0]  # faulthandler lists the innermost first
     return f", at {path}:{number} in {function}"
+
+
+def _script_lines(stack: str) -> list[tuple[str, str, str]]:
+    lines = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
+    return [one for one in lines if one[0][0] != "<" and not _FOREIGN.search(one[0])]
 
 
 def _name(rank: Rank) -> str:
