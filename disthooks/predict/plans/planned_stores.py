@@ -266,13 +266,6 @@ class PlannedTiers(OpenTiered):
     def _first(self, placed: Placed) -> int:
         return 0 if self._kept_free is None or self._is_accelerator else 1
 
-    def _window(self, limit: int, device: torch.device) -> int:
-        return super()._window(limit, device) if self._kept_free is None else self._kept_free
-
-    def _limits(self, device: torch.device) -> list[int | None]:
-        nearest, *others = super()._limits(device)
-        return [nearest and nearest - (self._kept_free or 0), *others]
-
     def _room(self, device: torch.device) -> int:
         below = sum(store.device_bytes(device) for store in self._below()) if self._is_accelerator else 0
         return super()._room(device) - below if self._nearest(device) is not None else 0

@@ -189,7 +189,7 @@ class OpenKeeping(OpenTiered):
 
     def __init__(self, keep: int, in_flight: int, host: OnCpu) -> None:
         super().__init__((OnDevice(keep + in_flight), host), "")
-        self._in_flight, self._host = in_flight, host
+        self._kept_free, self._host = in_flight, host
 
     @property
     def budget(self) -> ByteBudget:
@@ -202,13 +202,6 @@ class OpenKeeping(OpenTiered):
 
     def _first(self, placed: Placed) -> int:
         return 1 if placed.at is None else 0
-
-    def _window(self, limit: int, device: torch.device) -> int:
-        return self._in_flight
-
-    def _limits(self, device: torch.device) -> list[int | None]:
-        nearest, host = super()._limits(device)
-        return [nearest and nearest - self._in_flight, host]
 
 
 @register("store")

@@ -180,6 +180,7 @@ class OpenTiered(Store):
         limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
         self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
         self.largest: dict[torch.device, int] = {}
+        self._kept_free: int | None = None  # bytes of the first limit that copies on their way have for themselves
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         self._device = stores[0].open() if isinstance(stores[0], OnDevice) else None
         if self._device is not None:
@@ -380,7 +381,8 @@ class OpenTiered(Store):
     def _limits(self, device: torch.device) -> list[int | None]:
         """The bytes of each tier that a plan for tensors of ``device`` may use; None for no limit."""
         budgets = [self._budget(tier, device) for tier in range(len(self.stores))]
-        return [None if budget is None else budget.limit for budget in budgets]
+        limits = [None if budget is None else budget.limit for budget in budgets]
+        return [limits[0] and limits[0] - (self._kept_free or 0), *limits[1:]]
 
     # -- the device
 
@@ -394,7 +396,7 @@ class OpenTiered(Store):
         limit, a tensor of the largest size can be on its way while the next one comes, so that the computation need not
         wait for the copy (decision 85).
         """
-        return min(limit // 8, 2 * self.largest.get(device, 0))
+        return min(limit // 8, 2 * self.largest.get(device, 0)) if self._kept_free is None else self._kept_free
 
     def _make_way(self, placed: Placed, is_planned: bool) -> None:
         """Make room for a new tensor, which is on the device already.
