@@ -39,7 +39,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
-from disthooks.saved.fit import Fitted, within
+from disthooks.saved.fit import Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
@@ -205,6 +205,8 @@ class Plan:
         lossy = [codec for _, pipeline in self.saves for codec in pipeline.codecs if codec.lossy]
         if self.exact and lossy:
             raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
+        if self.fit and (self.budget is None or not self.saves):
+            raise ConfigError("fit=True keeps 'budget' by moving what 'saves' says, and one of them is missing")
 
     @classmethod
     def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: PlanSource) -> Plan:
@@ -275,8 +277,9 @@ class Plan:
         if len(missed) == len(self.saves):
             return SavingPlan(attached, missed)
         placed = stores_within(self.budget, model, self.saves, self.source)
+        tiers = [cast(Tiered, pipeline.store) for _, pipeline in placed] if self.fit else []
         with at_line(self.source, ("fit",)):
-            fits = within(model, self.budget) if self.fit and self.budget is not None else None
+            fits = as_budget(model, cast("int | str", self.budget), tiers) if self.fit else None
         try:
             for number, (patterns, pipeline) in enumerate(placed):
                 if number in missed:
@@ -289,8 +292,7 @@ class Plan:
             raise
         saving = SavingPlan(attached, missed)
         if fits is not None:
-            tiers = [cast(Tiered, pipeline.store) for _, pipeline in placed]
-            saving.fitted = Fitted(model, saving, tiers, *fits)
+            saving.fitted = Fitted(model, saving.report, tiers, *fits)
             saving.on_remove(saving.fitted.remove)
         return saving
 

@@ -3,7 +3,8 @@
 # [Note: a limit that is found]
 # The memory of a step is what the step needs anyway, and the saved tensors on the device. A ``Tiered`` keeps the second
 # part under a limit, what is on its way included. So a limit that is larger by some bytes makes the peak larger by no
-# more than these bytes, at whatever moment of the step the peak is. That is all that ``fit`` needs to know:
+# more than these bytes and two tensors, at whatever moment of the step the peak is (the order of copies may change).
+# That is all that ``fit`` needs to know:
 #
 # - The first forward has the limit 0: every saved tensor is moved, and no choice could need less.
 # - Each forward with gradients on starts a round. When the next one starts, the peak of the round is known, and the
@@ -20,9 +21,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,9 +43,9 @@ from disthooks.saved.stores.tiers import OnDevice, Tiered
 
 # The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
 _MARGIN = 0.01
-# At the last peak, up to two tensors may have been less there than the limit allowed: two of the largest are left free,
-# or this part of the budget if that is less. And a limit does not grow at once by all that seems to be left. On the CPU
-# it grows by half, because the bytes that a store holds while it writes and reads do not count under the limit there.
+# At the moment of the last peak, the saved tensors may have been below the limit by up to two tensors. So the bytes of
+# two of the largest stay free, or this part of the budget if that is less. A limit grows by a part of what is left. On
+# the CPU that is a half, because what a store holds while it writes and reads does not count under the limit there.
 _UNEVEN, _GROWTH, _GROWTH_CPU = 0.025, 0.9, 0.5
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
 _PROGRAMS = 8
@@ -60,7 +61,7 @@ class FitReport:
         rounds: how many forwards with gradients on have been measured.
         peak: the most bytes in use in the last of them; 0 before the first.
         limit: how many bytes of saved tensors stay on the device in the round that is under way.
-        missing: how many bytes more of the budget would have kept all saved tensors there in the last round.
+        missing: about how many bytes more of the budget would have kept all saved tensors there in the last round.
         saved: what was done with the saved tensors.
 
     >>> from disthooks.saved.counters import Counters
@@ -88,7 +89,7 @@ class FitReport:
 
 
 class _Memory:
-    """What is in use: of torch's allocator on an accelerator, resident memory of this process on the CPU."""
+    """Reads the bytes in use: torch's allocator counts them on an accelerator, and the system those of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cpu = device, device.type == "cpu"
@@ -107,12 +108,6 @@ class _Memory:
             memory.reset_peak_resident()
         else:
             torch.accelerator.reset_peak_memory_stats(self._device)
-
-
-class _Saving(Protocol):
-    """What saves the tensors: one attachment, or the entries of a plan."""
-
-    def report(self) -> SavedReport: ...
 
 
 @dataclass
@@ -139,28 +134,39 @@ class _Round:
 class Fitted(Attachment):
     """The attachment that :func:`fit` returns. See [Note: a limit that is found].
 
-    It needs an accelerator, so this example makes one by hand, which has measured nothing.
+    Args:
+        model: whose forwards begin a round.
+        report: says what the attachments have saved so far.
+        tiers: of these attachments; all share their first tier.
+        budget: bytes on ``device``.
+        device: of the memory that is counted.
 
     >>> model, tiers = nn.Linear(2, 2), Tiered(OnDevice(0), OnCpu())
     >>> saving = save_activations(model, "*", tiers)
-    >>> with saving, Fitted(model, saving, [tiers], 60 << 30, torch.device("cuda")) as fitted:
+    >>> with saving, Fitted(model, saving.report, [tiers], 60 << 30, torch.device("cuda")) as fitted:
     ...     fitted.state_dict(), fitted.report().rounds
-    ({'needs': {}}, 0)
+    ({'needs': {}, 'least': {}}, 0)
     """
 
     def __init__(
-        self, model: nn.Module, saving: _Saving, tiers: Sequence[Tiered], budget: int, device: torch.device
+        self,
+        model: nn.Module,
+        report: Callable[[], SavedReport],
+        tiers: Sequence[Tiered],
+        budget: int,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self._saving, self._tiers, self._budget, self._device = saving, [each.open() for each in tiers], budget, device
-        self._near = cast(OnDevice, tiers[0].stores[0]).budget  # all tiers share it
+        self._saved, self._tiers, self._budget, self._device = report, [each.open() for each in tiers], budget, device
+        self._near = cast(OnDevice, tiers[0].stores[0]).budget
         self._near.set_limit(0)
         self._memory = _Memory(device)
         # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
         self._needs: dict[int, dict[int, int]] = {}
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
-        self._too_much: set[tuple[int, int]] = set()  # size and stored bytes of rounds that came near the budget
+        # By size: what rounds that came too near to the budget needed. It holds when a later round needs less.
+        self._least: dict[int, int] = {}
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
@@ -174,16 +180,16 @@ class Fitted(Attachment):
     def report(self) -> FitReport:
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
         limit = self._near.limit or 0
-        saved = self._saving.report()
-        return FitReport(self._budget, self._device, self._rounds, self._peak, limit, self._missing, saved)
+        return FitReport(self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._saved())
 
     def state_dict(self) -> dict[str, Any]:
         """What this attachment has learnt. A new attachment that loads it need not move every saved tensor at first."""
-        return {"needs": {size: dict(needs) for size, needs in self._needs.items()}}
+        return {"needs": {size: dict(needs) for size, needs in self._needs.items()}, "least": dict(self._least)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what another attachment has learnt; see :meth:`state_dict`."""
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
+        self._least = dict(state["least"])
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from the last round, and start one; a forward without gradients only ends the last round."""
@@ -192,11 +198,12 @@ class Fitted(Attachment):
             if self._round is not None:
                 self._round.is_over = True
             return
+        stored = self._saved().stored
         # An evaluation between forward and backward hides the peak of backward.
         if self._round is not None and (self._round.has_stepped or not self._round.is_over):
-            self._learn(self._round)
+            self._learn(self._round, stored - self._round.stored)
         begin, size = self._memory.in_use(), _elements((args, kwargs))
-        self._round = _Round(size, begin, self._saving.report().stored)
+        self._round = _Round(size, begin, stored)
         self._near.set_limit(self._limit(begin, size))
         self._memory.reset_peak()
 
@@ -211,8 +218,8 @@ class Fitted(Attachment):
         if self._round is not None and not self._round.is_over:
             self._round.has_stepped = True
 
-    def _learn(self, last: _Round) -> None:
-        """Note what the round needed beside saved tensors.
+    def _learn(self, last: _Round, stored: int) -> None:
+        """Note what the round needed beside saved tensors, of which it stored ``stored`` bytes.
 
         Raises:
             UsageError: when it needed more than the budget although every saved tensor was moved.
@@ -224,15 +231,13 @@ class Fitted(Attachment):
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
                 "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
             )
-        stored = self._saving.report().stored - last.stored
         self._missing = max(0, stored - (self._near.limit or 0))
         needs = self._needs.setdefault(last.size, {})
         needed = max(0, peak - last.begin - self._near.of(self._device).most)
         if peak > self._budget * (1 - _MARGIN):
-            self._too_much.add((last.size, stored))
-        # What once was too much is not forgotten when the next round needs less.
-        before = needs.pop(stored, 0)  # the newest one is the last of the dict
-        needs[stored] = max(needed, before) if (last.size, stored) in self._too_much else needed
+            self._least[last.size] = max(needed, self._least.get(last.size, 0))
+        needs.pop(stored, None)  # the newest one is the last of the dict
+        needs[stored] = needed
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
 
@@ -246,11 +251,10 @@ class Fitted(Attachment):
 
     def _needed(self, size: int) -> float:
         """Bytes that a round needs beside saved tensors and what lies there; infinite if nothing is known."""
-        larger = [known for known in self._needs if known >= size]
-        if larger:
-            return max(self._needs[min(larger)].values())
-        largest = max(self._needs, default=0)
-        return max(self._needs[largest].values()) * (size / largest) ** 2 if largest else math.inf
+        if not self._needs:
+            return math.inf
+        known = min((each for each in self._needs if each >= size), default=max(self._needs))
+        return max(*self._needs[known].values(), self._least.get(known, 0)) * max(1.0, size / known) ** 2
 
 
 def _elements(values: Any) -> int:
@@ -291,29 +295,34 @@ def fit(
         A handle with ``report()``, ``state_dict()``, ``load_state_dict()`` and ``remove()``; also a context manager.
 
     Raises:
-        UsageError: when ``budget`` is not a size, the model is on several devices, a model on the CPU has no store
-            or its process no peak of resident memory, or what lies on the device is more than the budget; from the
-            second forward, when the first step needed more although every saved tensor was moved.
+        UsageError: when ``budget`` is not a size, the model is on several devices, a store leaves saved tensors where
+            they are (``OnCpu`` for a model on the CPU), the process has no peak of resident memory, or what lies on the
+            device is more than the budget; from the second forward, when the first step needed more although every
+            saved tensor was moved.
         MatchError, AttachError: see :func:`~disthooks.save_activations`.
 
     >>> fit(nn.Linear(2, 2), "62 GiB")
     Traceback (most recent call last):
-    disthooks.errors.UsageError: fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)
+    disthooks.errors.UsageError: fit: the model is on cpu, and its saved tensors would stay there with OnCpu(...
     """
-    if not stages and _device_of(model).type == "cpu":
-        raise UsageError("fit: the model is on cpu: name a store that its saved tensors go to, OnDisk(directory)")
-    most, device = within(model, budget)
     asked = pipeline(*stages or (OnCpu(),))
     tiers = Tiered(OnDevice(0), *(asked.store.stores if isinstance(asked.store, Tiered) else (asked.store,)))
+    most, device = as_budget(model, budget, [tiers])
     saving = save_activations(model, modules, replace(asked, store=tiers))
-    fitted = Fitted(model, saving, [tiers], most, device)
+    fitted = Fitted(model, saving.report, [tiers], most, device)
     fitted.on_remove(saving.remove)
     return fitted
 
 
-def within(model: nn.Module, budget: int | str) -> tuple[int, torch.device]:
+def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> tuple[int, torch.device]:
     """The bytes of ``budget``, and the device whose memory they are of; the errors are those of :func:`fit`."""
     most, device = parse_bytes(budget, "budget"), _device_of(model)
+    for each in tiers:
+        if not each.leaves_memory(torch.empty(1, device=device)):
+            raise UsageError(
+                f"fit: the model is on {device}, and its saved tensors would stay there with {each.stores[-1]!r}: give "
+                "a store that takes them away, OnDisk(directory)"
+            )
     if device.type == "cpu" and not (memory.reset_peak_resident() and memory.release_promptly()):
         raise UsageError("fit: the peak of resident memory can be measured and kept on Linux with glibc only")
     lies = _Memory(device).in_use()

@@ -220,6 +220,13 @@ def test_fit_needs_a_budget_and_one_device(tmp_path: pathlib.Path) -> None:
     stored = "save:\n- {modules: '*', store: {kind: OnCpu}}"
     with pytest.raises(ConfigError, match=r"hooks\.yaml:1: fit: keeps 'budget', and there is no 'budget'"):
         _read(tmp_path, f"fit: true\n{stored}")
+    for missing in ({"budget": None}, {"saves": ()}):
+        with pytest.raises(ConfigError, match=r"fit=True keeps 'budget' .* one of them is missing"):
+            dh.Plan(**{"saves": [("*", dh.OnCpu())], "budget": "1 MiB", "fit": True} | missing)
+    plan = _read(tmp_path, f"budget: 1 MiB\nfit: true\n{stored}")
+    with pytest.raises(UsageError, match=r"hooks\.yaml:2: fit: .* on cpu, and its saved tensors would stay there"):
+        plan.save(Tiny())
+    stored = stored.replace("OnCpu", f"OnDisk, directory: '{tmp_path}'")
     plan = _read(tmp_path, f"budget: 1 MiB\nfit: true\n{stored}")
     assert dh.Plan(plan.saves, budget="1 MiB", fit=True).to_dict()["fit"] is True
     model = Tiny()
