@@ -41,8 +41,10 @@ _AFTERWARDS, _ALWAYS = 32, 2**60
 _SLOW = ((1.0, 5), (0.3, 20))
 _BEGUN = 12  # records after which a learning rate is no longer warmed up from zero
 _RATE = 1.3
-# The gradients that moved with one that jumped: how many decades, and usual deviations.
+# The gradients that moved with one that jumped: how many decades, how many of those of the one, and usual deviations.
 _ALSO = 0.3
+_ALSO_SHARE = 0.1
+_LARGEST = 1e38  # a factor between two numbers of float32; of one that was zero it is infinite
 _ALSO_DEVIATIONS = 4.0
 _ALONE = 20.0  # how many times further a gradient jumped than all others, if it is one alone
 
@@ -214,10 +216,13 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
     values = values_of(run, "param", grads[0].signal.name)
     assert values is not None
     found = scores(values)
-    # Those that moved by less moved too, once it is known that something went wrong in this step.
-    moved = (found.distance[at] > _ALSO) & (found.deviations[at] > _ALSO_DEVIATIONS)
+    # Those that moved by less moved too, once it is known that something went wrong in this step. In a step in which
+    # all gradients are large, those that moved hardly in comparison with the worst did not come of it.
+    far = max(_ALSO, _ALSO_SHARE * math.log10(min(worst.factor, _LARGEST)))
+    moved = (found.distance[at] > far) & (found.deviations[at] > _ALSO_DEVIATIONS)
     order = run.order["param"]
-    all_moved = {event.place for event in grads} | set(moved.nonzero().flatten().tolist())
+    jumped = {event.place for event in grads if math.log10(event.factor) > far}
+    all_moved = jumped | set(moved.nonzero().flatten().tolist())
     places = [place for place in order if place in all_moved]
     last = places[-1]
     is_one = len(places) == 1 or worst.factor > _ALONE * max(_factor(found, at, p) for p in places if p != worst.place)
