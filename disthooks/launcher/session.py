@@ -217,7 +217,7 @@ class Session:
             return
         left_alone = self._optimizers.left_alone
         if self._has_yielded:
-            _say(f"the script attaches what it needs itself; {self._origin} was not used")
+            _say(f"the script attaches hooks itself, so disthooks.run attached nothing of {self._origin}")
         elif not outcomes and left_alone:
             _say(f"WARNING: nothing was attached, and {self._origin} was not used: {left_alone[0]}")
         elif not outcomes:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from disthooks.config.locate import ConfigLocation, locate_config, read_plan
+from disthooks.config.source import VARIABLE
 from disthooks.errors import DisthooksError, UsageError, as_line
 from disthooks.launcher import failure_report
 from disthooks.launcher.session import Session
@@ -201,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         check_target(command.target, command.module)
         location = configuration(command)
+        if command.hooks:  # the script's own disthooks.prepare(model, optimizer) finds the same file
+            os.environ[VARIABLE] = os.path.abspath(command.hooks)
         session = Session(read_plan(location), location, command.hooks)
     except DisthooksError as error:
         record.end("configuration", error)
