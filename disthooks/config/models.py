@@ -79,8 +79,10 @@ class Hooks(_Watchers):
     run: Text = Field(
         "runs/disthooks", description="The directory of the run, made when attached; {run} in other paths."
     )
-    budget: Size | None = Field(
-        None, description="What parameters and saved tensors may take on the device of a rank: 20 GiB."
+    budget: Size | Literal["free"] | None = Field(
+        None,
+        description="What parameters and saved tensors may take on the device of a rank: 20 GiB. With fit also free: "
+        "what is free at the first step.",
     )
     fit: bool = Field(
         False,

@@ -39,7 +39,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
-from disthooks.saved.fit import Fitted, as_budget
+from disthooks.saved.fit import FREE, Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
@@ -207,6 +207,8 @@ class Plan:
             raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
         if self.fit and (self.budget is None or not self.saves):
             raise ConfigError("fit=True keeps 'budget' by moving what 'saves' says, and one of them is missing")
+        if self.budget == FREE and not self.fit:
+            raise ConfigError(f"a budget of {FREE!r} is measured in training, by 'fit': set it to true, or give bytes")
 
     @classmethod
     def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: PlanSource) -> Plan:
@@ -413,7 +415,8 @@ def stores_within(
     saves = list(saves)
     if budget is None:
         return saves
-    limit, weights = parse_bytes(budget, "budget"), weights_of(model)
+    weights = weights_of(model)
+    limit = weights if budget == FREE else parse_bytes(budget, "budget")  # `fit` finds it; until then nothing stays
     if weights > limit:
         source.fail(
             ("budget",),

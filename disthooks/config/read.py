@@ -20,6 +20,7 @@ from disthooks.config.source import Expansion, Path, Source, names_run
 from disthooks.errors import ConfigError, UsageError
 from disthooks.grads import stats
 from disthooks.grads.stats.base import Stat
+from disthooks.saved.fit import FREE
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 
 _BEGIN = "; it begins with a key and a colon in the first column: save:"
@@ -48,8 +49,11 @@ def plan_of(source: Source) -> Plan:
     """
     checked = _checked(source)
     if checked["budget"] is not None:
+        is_free = checked["budget"] == FREE
+        if is_free and not checked["fit"]:
+            source.fail(("budget",), ": free is measured in training, by 'fit': write fit: true, or give bytes")
         try:
-            parse_bytes(checked["budget"], "budget")
+            parse_bytes(0 if is_free else checked["budget"], "budget")
         except UsageError as error:
             source.fail(("budget",), f": {error}")
         if not checked["save"]:

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disthooks import memory
 from disthooks._handles import Attachment, UncopiedHook, weak_method
 from disthooks._match import Pattern, unwrap_engine
+from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
@@ -39,6 +40,7 @@ from disthooks.saved.attach import save_activations
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.cpu import OnCpu
+from disthooks.saved.stores.host import container_memory, node_memory
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
 # The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
@@ -47,8 +49,12 @@ _MARGIN = 0.01
 # two of the largest stay free, or this part of the budget if that is less. A limit grows by a part of what is left. On
 # the CPU that is a half, because what a store holds while it writes and reads does not count under the limit there.
 _UNEVEN, _GROWTH, _GROWTH_CPU = 0.025, 0.9, 0.5
+# The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
+_OTHERS = 0.05
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
 _PROGRAMS = 8
+#: The budget that is found at the first forward.
+FREE = "free"
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class FitReport:
     """What :func:`fit` has found so far, on this rank.
 
     Attributes:
-        budget: the bytes that were promised.
+        budget: the bytes that were promised; 0 before the first forward if it is what is free then.
         device: of the memory that is counted.
         rounds: how many forwards with gradients on have been measured.
         peak: the most bytes in use in the last of them; 0 before the first.
@@ -102,6 +108,14 @@ class _Memory:
         """The most bytes in use since the last reset."""
         return memory.peak_resident() if self._is_cpu else torch.accelerator.max_memory_allocated(self._device)
 
+    def free(self) -> int:
+        """Bytes that may be in use: those that are now, and what is free beside them, less a part for others."""
+        if self._is_cpu:
+            left = min(found[0] for found in (node_memory(), container_memory()) if found)
+            return int((1 - _OTHERS) * (memory.resident() + left // local_world_size()))
+        kept = torch.accelerator.memory_reserved(self._device)  # by torch's allocator; what of it is unused is free too
+        return int((1 - _OTHERS) * (kept + torch.accelerator.get_memory_info(self._device)[0]))
+
     def reset_peak(self) -> None:
         """Start the peak anew."""
         if self._is_cpu:
@@ -138,7 +152,7 @@ class Fitted(Attachment):
         model: whose forwards begin a round.
         report: says what the attachments have saved so far.
         tiers: of these attachments; all share their first tier.
-        budget: bytes on ``device``.
+        budget: bytes on ``device``; None for what is free when the first round begins.
         device: of the memory that is counted.
 
     >>> model, tiers = nn.Linear(2, 2), Tiered(OnDevice(0), OnCpu())
@@ -153,11 +167,12 @@ class Fitted(Attachment):
         model: nn.Module,
         report: Callable[[], SavedReport],
         tiers: Sequence[Tiered],
-        budget: int,
+        budget: int | None,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._saved, self._tiers, self._budget, self._device = report, [each.open() for each in tiers], budget, device
+        self._saved, self._tiers, self._device = report, [each.open() for each in tiers], device
+        self._budget = budget or 0
         self._near = cast(OnDevice, tiers[0].stores[0]).budget
         self._near.set_limit(0)
         self._memory = _Memory(device)
@@ -202,6 +217,8 @@ class Fitted(Attachment):
         # An evaluation between forward and backward hides the peak of backward.
         if self._round is not None and (self._round.has_stepped or not self._round.is_over):
             self._learn(self._round, stored - self._round.stored)
+        if not self._budget:
+            self._budget = self._memory.free()
         begin, size = self._memory.in_use(), _elements((args, kwargs))
         self._round = _Round(size, begin, stored)
         self._near.set_limit(self._limit(begin, size))
@@ -285,7 +302,8 @@ def fit(
     Args:
         model: the model, on an accelerator or the CPU; before or after an engine has wrapped it.
         budget: most bytes that torch may have in use on the device, or that the process may have resident on the CPU:
-            an int, or text such as ``"62 GiB"``.
+            an int, or text such as ``"62 GiB"``. ``"free"`` is what is in use and free at the first forward, less
+            5%; on the CPU each process of the node takes an equal part of what is free there.
         stages: what may be done with saved tensors, as for :func:`~disthooks.save_activations`; ``OnCpu()`` by default.
             ``Recompute(), OnCpu()`` drops what can be computed again, and moves what then still has to go.
             ``Tiered(OnCpu("64 GiB"), OnDisk(...))`` gives two places. A model on the CPU needs an ``OnDisk``.
@@ -314,9 +332,9 @@ def fit(
     return fitted
 
 
-def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> tuple[int, torch.device]:
-    """The bytes of ``budget``, and the device whose memory they are of; the errors are those of :func:`fit`."""
-    most, device = parse_bytes(budget, "budget"), _device_of(model)
+def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> tuple[int | None, torch.device]:
+    """The bytes of ``budget``, None for "free", and the device of that memory; the errors are those of :func:`fit`."""
+    most, device = None if budget == FREE else parse_bytes(budget, "budget"), _device_of(model)
     for each in tiers:
         if not each.leaves_memory(torch.empty(1, device=device)):
             raise UsageError(
@@ -326,7 +344,7 @@ def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> t
     if device.type == "cpu" and not (memory.reset_peak_resident() and memory.release_promptly()):
         raise UsageError("fit: the peak of resident memory can be measured and kept on Linux with glibc only")
     lies = _Memory(device).in_use()
-    if lies > most:
+    if most is not None and lies > most:
         raise UsageError(
             f"fit: {format_bytes(lies)} lie on {device} already, more than the budget of {format_bytes(most)}"
         )

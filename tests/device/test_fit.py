@@ -17,6 +17,7 @@ import disthooks as dh
 from disthooks.errors import UsageError
 from tests.support.models import Block
 from tests.support.nets import BasicBlock, UNet, residual_network
+from tests.support.sim import simulated
 
 STEPS = 4
 
@@ -122,6 +123,27 @@ def test_a_budget_is_kept_from_the_first_step_on_and_used(
         assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
         assert run.fitted.report().saved.moved > 0
         last = run.peaks[-1]
+
+
+@pytest.mark.skipif(bool(simulated.missing()), reason="the memory of a real device cannot be made smaller")
+@pytest.mark.parametrize("case", ["decoder", "u-net"])
+def test_what_is_free_is_the_budget_where_training_runs_out_of_memory(
+    case: str, device: torch.device, free: dict[str, Run]
+) -> None:
+    plain = without(case, device, free)
+    has = int(0.9 * max(plain.peaks))
+    simulated.capacity(has)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            trained(case, device, lambda model: contextlib.nullcontext())
+        gc.collect()
+        torch.accelerator.empty_cache()
+        run = trained(case, device, lambda model: dh.fit(model, "free"))
+    finally:
+        simulated.capacity(1 << 50)
+    assert 0.9 * has < run.fitted.report().budget < has
+    assert max(run.peaks) <= run.fitted.report().budget
+    assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
 
 
 @pytest.mark.full_tier

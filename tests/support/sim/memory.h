@@ -63,6 +63,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   std::map<StreamKey, Pool> pools;
   Pool waiting;  // freed, but in use by a stream that was recorded
   c10::CachingAllocator::Stat allocated[kDevices], reserved[kDevices];
+  int64_t capacity = int64_t{1} << 50;  // bytes that tensors may take on each device
 
   static DeviceMemory& the() {
     static auto* made = new DeviceMemory;
@@ -79,6 +80,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     StreamKey home{device, current(device).id()};
     Lock hold(lock);
     release_waiting();
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated[device].current + static_cast<int64_t>(bytes) <= capacity,
+                     "sim out of memory: ", bytes, " bytes asked for, ", allocated[device].current, " allocated");
     Block* block = take(pools[home], rounded(bytes));
     if (!block) {
       block = fresh(rounded(bytes), home);
@@ -132,6 +135,11 @@ struct DeviceMemory final : c10::DeviceAllocator {
     return stats;
   }
 
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    Lock hold(lock);
+    return {std::max<int64_t>(0, capacity - reserved[device].current), capacity};
+  }
+
   void resetPeakStats(c10::DeviceIndex device) override {
     Lock hold(lock);
     allocated[device].reset_peak();
@@ -145,7 +153,13 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
 
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    Lock hold(lock);
+    for (auto& [home, pool] : pools) {
+      for (Block* block : pool) reserved[home.first].decrease(block->size);
+      pool.clear();
+    }
+  }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
 };

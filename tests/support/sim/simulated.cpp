@@ -558,6 +558,11 @@ const AtExit at_exit;
 // ---- what the tests' Python calls
 
 extern "C" {
+void sim_capacity(int64_t bytes) {
+  auto& memory = sim::DeviceMemory::the();
+  sim::Lock hold(memory.lock);
+  memory.capacity = bytes;
+}
 void sim_delays(double most_seconds, uint64_t seed) { sim::set_delays(most_seconds, seed); }
 void sim_ahead(int64_t events) {
   sim::Lock lock(sim::world().lock);

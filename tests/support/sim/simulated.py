@@ -146,6 +146,7 @@ def load() -> ctypes.CDLL:
     library.sim_hold.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.sim_open.argtypes = [ctypes.c_int64]
     library.sim_ahead.argtypes = [ctypes.c_int64]
+    library.sim_capacity.argtypes = [ctypes.c_int64]
     library.sim_lag.argtypes = [ctypes.c_uint64]
     library.sim_log.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
     for name in ("sim_hold", "sim_count", "sim_pinned_bytes", "sim_log"):
@@ -166,6 +167,11 @@ def missing() -> str:
     except (RuntimeError, OSError) as error:
         return str(error)
     return ""
+
+
+def capacity(nbytes: int) -> None:
+    """From now on tensors may take so many bytes on each device; more is an ``OutOfMemoryError``."""
+    load().sim_capacity(nbytes)
 
 
 def delays(most_seconds: float = 100e-6, seed: int = 0) -> None:

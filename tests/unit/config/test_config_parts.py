@@ -229,6 +229,11 @@ def test_fit_needs_a_budget_and_one_device(tmp_path: pathlib.Path) -> None:
     stored = stored.replace("OnCpu", f"OnDisk, directory: '{tmp_path}'")
     plan = _read(tmp_path, f"budget: 1 MiB\nfit: true\n{stored}")
     assert dh.Plan(plan.saves, budget="1 MiB", fit=True).to_dict()["fit"] is True
+    assert _read(tmp_path, f"budget: free\nfit: true\n{stored}").budget == "free"
+    with pytest.raises(ConfigError, match=r"hooks\.yaml:1: budget: free is measured in training, by 'fit'"):
+        _read(tmp_path, f"budget: free\n{stored}")
+    with pytest.raises(ConfigError, match="a budget of 'free' is measured in training"):
+        dh.Plan(plan.saves, budget="free")
     model = Tiny()
     with pytest.raises(UsageError, match=r"hooks\.yaml:2: fit: .* lie on cpu already, more than .* 1\.0 MiB"):
         plan.save(model)
