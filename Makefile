@@ -19,7 +19,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-fit bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-clip bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
+.PHONY: demo package test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-fit bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-clip bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
 
 demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -168,6 +168,11 @@ architecture: $(READY)
 	$(RUN) docs/generate.py --write
 	$(RUN) docs/architecture.py
 
+# The sdist, and the wheel that is built from it, in dist/. tests/jobs/test_package.py builds, installs and tries both.
+package: $(READY)
+	rm -rf dist
+	$(PYTHON) -m build --outdir dist
+
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -188,4 +193,4 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg pyproject.toml c
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # The build reads this line without running the file, so that it does not need torch.
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 #: The module of each public name that is not a registered kind; the kinds are in ``_kinds.py``.
 #: ``python docs/generate.py --write`` writes the imports for type checkers and ``__all__`` from both tables.

@@ -47,7 +47,7 @@ assert os.listdir(folder) == []
 # What it lacks: killed in between, the process leaves its files; aliases and weights are written in full.
 
 # With disthooks: the file is anonymous from birth, so there is nothing to leave behind.
-with dh.saving(dh.pipeline(dh.AtLeast(THRESHOLD * 4), dh.OnDisk(folder))) as saved:
+with dh.saving(dh.AtLeast(THRESHOLD * 4), dh.OnDisk(folder)) as saved:
     y, z = small**2, large**2
 assert os.listdir(folder) == []
 assert saved.report().moved == saved.report().held == THRESHOLD * 4

@@ -19,7 +19,7 @@ x = torch.randn(256, 128)
 
 def gradient(*codecs: Codec) -> tuple[torch.Tensor, dh.SavedReport]:
     """The gradient of the third layer's weight, which is linear in what that layer saves."""
-    with dh.save_activations(model, "", dh.pipeline(*codecs, disk)) as saving:
+    with dh.save_activations(model, "", *codecs, disk) as saving:
         (grad,) = torch.autograd.grad(model(x).sum(), [model[2].weight])
         return grad, saving.report()
 

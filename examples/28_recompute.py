@@ -34,7 +34,7 @@ truth = torch.autograd.grad(model(x).square().mean(), weights)
 
 def gradients(*stages: object) -> tuple[tuple[torch.Tensor, ...], dh.SavedReport]:
     """The gradients with ``stages``, and what became of the saved tensors."""
-    with dh.save_activations(model, "*", dh.pipeline(*stages)) as saving:
+    with dh.save_activations(model, "*", *stages) as saving:
         found = torch.autograd.grad(model(x).square().mean(), weights)
         return found, saving.report()
 

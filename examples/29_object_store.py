@@ -30,7 +30,7 @@ truth = [parameter.grad.clone() for parameter in model.parameters()]
 model.zero_grad()
 
 store = OnObjects("memory://bucket/scratch", in_flight="64 MiB")
-with dh.saving(dh.pipeline(dh.AtLeast("64 KiB"), store)) as saved:
+with dh.saving(dh.AtLeast("64 KiB"), store) as saved:
     loss = model(batch).square().mean()
 store.wait()
 objects = fsspec.filesystem("memory").find("/bucket/scratch")

@@ -104,7 +104,7 @@ class saving:
         if isinstance(target, (nn.Module, type)) or not callable(target):
             raise UsageError(
                 f"saving(...) decorates a function, a method or a subclass of torch.autograd.Function, not {target!r}; "
-                "for a module there are SaveWith(module, to) and save_activations(model, patterns, to)"
+                "for a module there are SaveWith(module, *stages) and save_activations(model, patterns, *stages)"
             )
         if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
             raise UsageError(
@@ -187,8 +187,8 @@ class Saving(Attachment):
             counters.warned.warn("not called", _NOT_CALLED.format(names=first_names(self.names)))
 
 
-def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
-    """Put the tensors that autograd saves in the forward of the matching modules through ``to``.
+def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], *stages: Stage | Pipeline) -> Saving:
+    """Put the tensors that autograd saves in the forward of the matching modules through ``stages``.
 
     Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, classes (``type(m)``) and
     ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are those of the plain one. If a matching
@@ -201,13 +201,13 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
         model: the model, or a part of it.
         patterns: one or several patterns: a glob over the module's name (``*`` crosses dots), a module class, a
             predicate of name and module.
-        to: a store, or a :func:`~disthooks.pipeline`.
+        stages: a store, a :func:`~disthooks.pipeline`, or the arguments of one: ``Recompute(), OnCpu()``.
 
     Returns:
         A handle with ``remove()`` and ``report()``; also a context manager.
 
     Raises:
-        UsageError: when ``model`` is no module, or a pattern is none of these.
+        UsageError: when ``model`` is no module, a pattern is none of these, or ``stages`` make no pipeline.
         MatchError: when a pattern matches no module; the message lists near names.
         AttachError: when a module cannot take hooks in place (a ``GraphModule``, a scripted module, one that is
             attached already); the message names the remedy. Nothing is attached then.
@@ -220,7 +220,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
     (('0', '2'), True, True)
     """
-    checked = pipeline(to)
+    checked = pipeline(*stages)
     found = chosen(model, patterns)
     opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(unwrap_engine(model)))
     return attach_to(found, HookSite(opened))

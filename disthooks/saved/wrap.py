@@ -70,7 +70,7 @@ def _refusal(function: str, name: str) -> str:
 
 
 class SaveWith(nn.Module):
-    """Run ``module``, and put the tensors that autograd saves in its forward through ``to``.
+    """Run ``module``, and put the tensors that autograd saves in its forward through ``stages``.
 
     Names are those of the plain model: ``state_dict`` keys, ``named_parameters`` and ``named_modules`` do not show the
     wrapper, a checkpoint of a wrapped model loads into a plain one and the reverse, and attributes of ``module`` can be
@@ -79,10 +79,10 @@ class SaveWith(nn.Module):
 
     Args:
         module: the module to wrap.
-        to: a store, or a :func:`~disthooks.pipeline`.
+        stages: a store, a :func:`~disthooks.pipeline`, or the arguments of one.
 
     Raises:
-        UsageError: when ``module`` is no module, or ``to`` is neither a store nor a pipeline.
+        UsageError: when ``module`` is no module, or ``stages`` make no pipeline.
 
     >>> from disthooks import OnDisk, pipeline
     >>> net = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), SaveWith(nn.Linear(512, 4), OnDisk("/tmp")))
@@ -93,13 +93,13 @@ class SaveWith(nn.Module):
     ['0.bias', '0.weight', '2.bias', '2.weight']
     """
 
-    def __init__(self, module: nn.Module, to: Stage | Pipeline) -> None:
+    def __init__(self, module: nn.Module, *stages: Stage | Pipeline) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
         if why := reason_never_called(module):
             raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
-        checked = pipeline(to)
+        checked = pipeline(*stages)
         opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(module))
         self._site = HookSite(opened, type(module).__name__)
         self.add_module(_INNER, module)
@@ -241,7 +241,7 @@ class SaveToCpu(SaveWith):
         at_least: int | str = "4 KiB",
         limit: int | str | None = None,
     ) -> None:
-        super().__init__(module, pipeline(AtLeast(at_least), OnCpu(limit, pin_memory=pin_memory)))
+        super().__init__(module, AtLeast(at_least), OnCpu(limit, pin_memory=pin_memory))
 
 
 class SaveToDisk(SaveWith):
@@ -271,7 +271,7 @@ class SaveToDisk(SaveWith):
         at_least: int | str = "4 KiB",
         limit: int | str | None = None,
     ) -> None:
-        super().__init__(module, pipeline(AtLeast(at_least), OnDisk(directory, limit)))
+        super().__init__(module, AtLeast(at_least), OnDisk(directory, limit))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
