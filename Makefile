@@ -19,7 +19,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo package test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-fit bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-clip bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
+.PHONY: demo docs package test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-fit bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-clip bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
 
 demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -167,6 +167,10 @@ bench-simulated: $(READY)
 architecture: $(READY)
 	$(RUN) docs/generate.py --write
 	$(RUN) docs/architecture.py
+
+# The site, in build/site: open build/site/index.html. A warning (a broken link, an unknown name) is an error.
+docs: $(READY)
+	OMP_NUM_THREADS=$(THREADS) $(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
 # The sdist, and the wheel that is built from it, in dist/. tests/jobs/test_package.py builds, installs and tries both.
 package: $(READY)

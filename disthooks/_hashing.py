@@ -14,7 +14,6 @@ need no common order, and torch's own generators do not advance.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import itertools
 import os
@@ -113,12 +112,14 @@ def keys_as_before() -> Iterator[None]:
     >>> draw_key(device) == first
     True
     """
-    before = {place: (seed, copy.copy(count)) for place, (seed, count) in _counts.items()}
+    # Python 3.14 copies no count, so each is asked for its next number, and begins again at it.
+    before = {place: (seed, next(count)) for place, (seed, count) in _counts.items()}
+    _counts.update({place: (seed, itertools.count(number)) for place, (seed, number) in before.items()})
     try:
         yield
     finally:
         _counts.clear()
-        _counts.update(before)
+        _counts.update({place: (seed, itertools.count(number)) for place, (seed, number) in before.items()})
 
 
 def _signed32(number: int) -> int:

@@ -164,7 +164,7 @@ class Plan:
         watches: arguments of :func:`disthooks.gradients`. In a plan that was read from a file, rules, stats and sinks
             are functions that make them, so that a sink opens its file when it is attached, not when it is read.
         budget: the limit of weights and saved tensors on the device, in bytes or as text such as "20 GiB"; see
-            :doc:`config`.
+            :doc:`/config`.
         exact: whether a lossy codec is an error.
         strict: whether it is an error, under :mod:`disthooks.run`, when nothing can be attached to a model.
         blame: whether to name the first module whose output is not finite; see :func:`disthooks.blame`.

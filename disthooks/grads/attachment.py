@@ -126,10 +126,10 @@ class Gradients(Attachment):
         """Measure and apply the rules now, on gradients that are final; the next step does not do it again.
 
         This is for loops that clip gradients by code of their own: call it on every rank just before the loop clips,
-        when all of the step's backwards are done. torch's clip_grad_norm_, clip_grad_value_ and clip_grads_with_norm_
-        call it by themselves. A second call before the step does nothing. All attachments to the optimizer run. In a
-        step with a closure, call it in the closure, after backward. DeepSpeed clips inside its step, after disthooks:
-        there this does nothing.
+        when all of the step's backwards are done. torch's ``clip_grad_norm_``, ``clip_grad_value_`` and
+        ``clip_grads_with_norm_`` call it by themselves. A second call before the step does nothing. All attachments to
+        the optimizer run. In a step with a closure, call it in the closure, after backward. DeepSpeed clips inside its
+        step, after disthooks: there this does nothing.
 
         Args:
             scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` is called first.

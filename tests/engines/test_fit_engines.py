@@ -104,4 +104,4 @@ def test_each_rank_keeps_its_budget(engine: str, ranks: Ranks, tmp_path: pathlib
         used = [(peak - fitted["begin"]) / (fitted["budget"] - fitted["begin"]) for peak in fitted["peaks"]]
         assert max(fitted["peaks"]) <= fitted["budget"], (rank, used)
         assert used[0] < 0.8, used
-        assert max(used) > 0.8, used
+        assert max(used) > max(0.7, used[0]), used

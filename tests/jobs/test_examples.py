@@ -17,8 +17,9 @@ EXAMPLES = sorted(FOLDER.glob("[0-9]*.py"))
 
 
 def test_there_are_examples() -> None:
+    """A number belongs to one example for ever: docs name it. Those that are missing became lessons of the course."""
     assert len(EXAMPLES) >= 13
-    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, len(EXAMPLES) + 1)]
+    assert len({path.name[:2] for path in EXAMPLES}) == len(EXAMPLES)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

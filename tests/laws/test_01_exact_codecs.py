@@ -85,7 +85,7 @@ def test_gradients_that_need_indices_alone_are_the_same_bits(codec: Codec, tmp_p
 def test_a_relu_takes_for_zero_what_was_rounded_to_zero(tmp_path: pathlib.Path) -> None:
     """The backward of ReLU asks whether its output is positive.
 
-    A lossy codec that rounds a small output to zero drops its gradient; docs/saved-tensors.md states this limit.
+    A lossy codec that rounds a small output to zero drops its gradient; docs/saved-tensors/codecs.md states this limit.
     """
     x = torch.randn(128, 128, requires_grad=True)
     with dh.saving(dh.Quantize(8), dh.OnDisk(tmp_path)):

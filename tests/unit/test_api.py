@@ -95,7 +95,7 @@ def test_every_name_is_documented_with_an_example(name: str) -> None:
     assert doc, f"{name} has no docstring"
     if not isinstance(value, types.ModuleType) and name not in GIVEN:
         assert ">>>" in doc, f"the docstring of {name} has no example that doctest could run"
-    written = (ROOT / "README.md").read_text() + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    written = (ROOT / "README.md").read_text() + "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert name in written, f"{name} is in no page of docs and not in README"
 
 

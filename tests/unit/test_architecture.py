@@ -74,7 +74,7 @@ def test_a_note_that_is_cited_is_there_once_and_is_cited() -> None:
     assert sorted(names.keys() - {note.name for note in cited}) == [], "cite them where the code depends on them"
     in_docs = {
         " ".join(name.split())
-        for path in (ROOT / "docs").glob("*.md")
+        for path in (ROOT / "docs").rglob("*.md")
         for name in re.findall(r"(?<!`)\[Note: ([^\]]+)\]", path.read_text())
     }
     assert in_docs <= names.keys()

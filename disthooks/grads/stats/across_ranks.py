@@ -454,15 +454,15 @@ class RankMaxAbs(Stat):
 class NoiseScale(Stat):
     """The simple noise scale of McCandlish et al. (2018, arXiv:1812.06162, appendix A.1): ``noise_scale``, in examples.
 
-    It is tr(Σ) / |G|²: the variance of one example's gradient, divided by the squared norm of the true gradient. A
+    It is ``tr(Σ) / |G|²``: the variance of one example's gradient, divided by the squared norm of the true gradient. A
     batch that is much smaller than the noise scale wastes steps, and one that is much larger wastes examples; the paper
     finds that the critical batch size is about the noise scale. The estimates compare gradients of two batch sizes,
-    b < B: b is a micro-batch of one rank, and B is all micro-batches of all ranks together. Unbiased estimates are
+    b < B: b is a micro-batch of one rank, and B is all micro-batches of all ranks together. Unbiased estimates are::
 
         |G|² = (B |G_B|² - b |G_b|²) / (B - b)        tr(Σ) = (|G_b|² - |G_B|²) / (1 / b - 1 / B)
 
     Both are averaged over logged steps by moving averages with ``decay``, and ``noise_scale`` is the ratio of the
-    averages. It is None while the average of |G|² is not positive. The averages are logged too, as
+    averages. It is None while the average of ``|G|²`` is not positive. The averages are logged too, as
     ``noise_scale_trace`` and ``noise_scale_norm2``. Choose a small ``every``, because the estimates of one step are
     mostly noise. A step with a gradient that is not finite does not enter the averages. The averages are part of
     ``state_dict()``.
@@ -534,7 +534,7 @@ class NoiseScale(Stat):
 
     @staticmethod
     def estimates(small: Any, large: Any, b: Any, B: Any) -> tuple[Any, Any]:
-        """Estimate |G|² and tr(Σ) from squared norms of gradients of two batch sizes: numbers or tensors.
+        """Estimate ``|G|²`` and ``tr(Σ)`` from squared norms of gradients of two batch sizes: numbers or tensors.
 
         Args:
             small: the squared norm of a gradient of ``b`` examples, or the mean of several.
@@ -543,7 +543,7 @@ class NoiseScale(Stat):
             B: the larger number of examples.
 
         Returns:
-            The estimate of |G|² and that of tr(Σ); both may be negative.
+            The estimate of ``|G|²`` and that of ``tr(Σ)``; both may be negative.
         """
         return (B * large - b * small) / (B - b), (small - large) / (1 / b - 1 / B)
 

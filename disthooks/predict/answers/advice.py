@@ -402,7 +402,7 @@ def _plans(explanation: Explanation, group: Group | None) -> Iterator[Candidate]
 def planned(situation: Situation, kind: str, title: str, modules: str, **entry: Any) -> Candidate:
     document = {"save": [{"modules": modules, **entry}]}
     is_lossy = "codecs" in entry
-    note = "the codec is lossy, so gradients change a little (docs/saved-tensors.md has its error)" if is_lossy else ""
+    note = "the codec is lossy: gradients change a little (docs/saved-tensors/codecs.md)" if is_lossy else ""
     changed = replace(situation, plan=from_config(document))
     return Candidate(kind, title, changed, as_yaml(document), is_exact=not is_lossy, note=note)
 

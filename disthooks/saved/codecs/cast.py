@@ -38,8 +38,8 @@ class Cast(Codec):
     zeros come back as zeros. A tensor that would not get smaller is left as it is.
 
     If a block has an inf or a nan, these come back as they are: infs with their sign, each nan as the same nan. Then
-    max |x| is taken over the finite elements, which are scaled to the next lower number of the dtype, 416 or 49152, and
-    the largest number of the dtype stands for inf. The scale of such a block has a minus sign.
+    only the finite elements count, which are scaled to the next lower number of the dtype, 416 or 49152, and the
+    largest number of the dtype stands for inf. The scale of such a block has a minus sign.
 
     On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
     wait. Without Triton, and for float64, several torch operations give the same bits.

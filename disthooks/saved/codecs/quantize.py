@@ -28,12 +28,12 @@ class _Spec(NamedTuple):
 class Quantize(Codec):
     """Store floating-point tensors in 8 or 4 bits an element, with a scale for each block of elements. Lossy.
 
-    Elements x of a block, in the order of memory, become integers q = round(x / s) with s = max |x| / m, where m is 127
+    Elements x of a block, in the order of memory, become integers ``q = round(x / s)``, ``s = max |x| / m``: m is 127
     or 7, and come back as q s. With ``stochastic``, q = floor(x / s + u) with u uniform in [0, 1): q is the integer
     below with probability one minus the fraction of x / s, else the one above, so E[q] = x / s and E[q s] = x. A
     gradient that is linear in what was saved (that of a linear layer's weight, say) is then right on average.
 
-    Bound, for each element: |q s - x| < s = max |x| / m with ``stochastic``, at most s / 2 without. Both up to the
+    Bound, for each element: ``|q s - x| < s`` with ``stochastic``, and at most ``s / 2`` without it. Both up to the
     rounding of float32 (of float64 for such a tensor) and of the tensor's own dtype; s is not below the smallest
     normal number. u has 15 bits, so the mean is off by at most s / 2**15. Zeros stay zeros.
 
@@ -46,8 +46,8 @@ class Quantize(Codec):
     (indices, masks, complex numbers, 8-bit floats), or if it would not get smaller.
 
     If a block has an inf or a nan, these come back as they are: infs with their sign, each nan as the same nan. Then m
-    is 126 or 6, and max |x| is taken over the finite elements. The scale of such a block has a minus sign; the code 127
-    or 7 stands for inf, and -128 or -8 for nan.
+    is 126 or 6, and only the finite elements count. The scale of such a block has a minus sign; the code 127 or 7
+    stands for inf, and -128 or -8 for nan.
 
     On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
     wait. Without Triton, and for float64, many torch operations give the same bits. The first use compiles the kernels.

@@ -1,0 +1,76 @@
+"""The site: ``make docs`` writes it to build/site, from the Markdown files of this folder and the docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import sys
+import types
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import disthooks  # noqa: E402
+
+project, author, copyright = "disthooks", "the disthooks authors", "2026, the disthooks authors"
+version = release = disthooks.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["upstream/*"]
+html_theme = "furo"
+html_title = f"disthooks {release}"
+html_favicon = "img/favicon.svg"
+html_copy_source = False
+myst_heading_anchors = 4
+myst_enable_extensions = ["html_image"]
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+
+#: The pages of the reference: the title, and the packages whose public names stand there.
+API = {
+    "saved": ("Saved tensors", ("saved", "_handles", "memory")),
+    "gradients": ("Gradients", ("grads.attach", "grads.on", "grads.rules")),
+    "statistics": ("Statistics", ("grads.stats",)),
+    "sinks": ("Sinks", ("grads.sinks",)),
+    "watching": ("Watching", ("watch",)),
+    "predicting": ("Predicting", ("predict",)),
+    "configuration": ("Configuration", ("config",)),
+    "errors": ("Errors", ("errors",)),
+}
+
+
+def public() -> dict[str, object]:
+    """Every public function and class, by its name."""
+    found = {f"disthooks.{name}": getattr(disthooks, name) for name in disthooks.__all__ if name != "__version__"}
+    for module in ("stats", "sinks", "config", "memory", "errors"):
+        inside = getattr(disthooks, module)
+        names = getattr(inside, "__all__", [name for name in vars(inside) if not name.startswith("_")])
+        found |= {f"disthooks.{module}.{name}": getattr(inside, name) for name in names}
+    return {name: value for name, value in found.items() if callable(value) and not isinstance(value, types.ModuleType)}
+
+
+def write_api() -> None:
+    """Write the pages of :data:`API`, from what is public now."""
+    (HERE / "api").mkdir(exist_ok=True)
+    names = public()
+    for page, (title, packages) in API.items():
+        lines = [title, "=" * len(title), ""]
+        for name in sorted(names, key=lambda name: name.rpartition(".")[2].lower()):
+            value = names[name]
+            where = str(getattr(value, "__module__", "")).removeprefix("disthooks.")
+            if where.startswith(packages) and not is_named_twice(name, value, names):
+                kind = "autoclass" if inspect.isclass(value) else "autofunction"
+                lines += [f".. {kind}:: {name}", ""]
+        text = "\n".join(lines)
+        file = HERE / "api" / f"{page}.rst"
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+
+
+def is_named_twice(name: str, value: object, names: dict[str, object]) -> bool:
+    """Whether a shorter public name has the same value, or the value is not of this library."""
+    own = str(getattr(value, "__module__", "")).startswith("disthooks")
+    return not own or any(other is value and len(short) < len(name) for short, other in names.items())
+
+
+write_api()
