@@ -418,6 +418,7 @@ class Explanation:
         lines += [f"  {name}: {format_bytes(nbytes)}" for name, nbytes in self.peak.by_category.items()]
         if self.planned is not None:
             lines.append(f"  without the plan the peak is {format_bytes(self.memory.peak_bytes)}")
+        lines += [f"  not known: {each.what}; assumed: {each.assumed}" for each in self.unknown]
         return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from disthooks.predict.cuda.substitutes import as_on_cuda
 from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, held, host_storages, state_bytes
 from disthooks.predict.engines.worlds import FakeWorld, Rank, fake_world
 from disthooks.predict.fake.builder import Builder
-from disthooks.predict.fake.fake_run import as_if_real, compiled_as_eager, fake_run
+from disthooks.predict.fake.fake_run import as_if_real, compiled_as_eager, fake_run, hooks_of_the_model
 from disthooks.predict.fake.lazy import has_lazy
 from disthooks.predict.hardware.devices import CAPABILITY, Device
 from disthooks.predict.plans.planned import Entries, Planned, planned
@@ -148,6 +148,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
                 situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         stack.enter_context(compiled_as_eager(fakes))
+        stack.enter_context(hooks_of_the_model(fakes))
         if situation.device == "cuda":
             stack.enter_context(_as_on_cuda(situation))
         if has_lazy(model):  # see [Note: lazy modules]

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.utils import _pytree as pytree
 
@@ -93,6 +94,24 @@ def compiled_as_eager(fakes: Fakes) -> Iterator[None]:
             fakes.mode.told("what the code of torch.compile saves", "what it saves without torch.compile")
 
     with replaced(library, "_callback_from_stance", no_callback):
+        yield
+
+
+@contextlib.contextmanager
+def hooks_of_the_model(fakes: Fakes) -> Iterator[None]:
+    """Inside, the prediction says so if the model opens saved-tensor hooks of its own, ``save_on_cpu`` say.
+
+    All fake tensors are of the CPU, so a copy to the host cannot be told from one to the device.
+    """
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        owner = str(getattr(hooks.pack_hook, "__module__", ""))
+        if not owner.startswith(("disthooks.", "torch.utils.checkpoint")):
+            fakes.mode.told("what the model's own saved-tensor hooks keep", "that it is on the device, and temporary")
+        enter(hooks)
+
+    with replaced(saved_tensors_hooks, "__enter__", entered):
         yield
 
 

@@ -144,6 +144,17 @@ def test_code_of_torch_compile_is_named() -> None:
     assert said.saved_bytes == 2 * X.nbytes
 
 
+def test_hooks_of_the_model_itself_are_named() -> None:
+    def forward(parts: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return parts[0](x).tanh()
+
+    said = explain(Model(forward, lin()), X, device="cuda")
+    assert named(said) == {"what the model's own saved-tensor hooks keep"}
+    assert "not known: what the model's own saved-tensor hooks keep; assumed: that it is on the device" in str(said)
+    assert torch.autograd.graph.saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"
+
+
 def test_operators_of_other_threads_are_named() -> None:
     def forward(parts: Any, x: torch.Tensor) -> torch.Tensor:
         made: list[torch.Tensor] = []
