@@ -236,11 +236,6 @@ class SavedReport:
                 + ". Something else uses their weights, or module.forward(x) runs them, which opens no hooks, or they "
                 "had no turn: attach to the module that does the work"
             )
-        if self.calls and not (self.tensors or self.kept or self.recast or self.recomputed):
-            found.append(
-                "autograd saved nothing in the thread of these calls. Hooks are of one thread: if the work is done in "
-                "other threads, attach to the modules that they call, with save_activations"
-            )
         if self.calls and not self.stored and self.kept_by.get("small") and not self.kept_by.get("in place"):
             found.append(
                 f"nothing was stored: {format_bytes(self.kept_by['small'])} are in tensors too small to be worth it; "
