@@ -6,8 +6,9 @@
 # That is right only if the cast gives the same bits. It does not give them for another memory format, for a copy that
 # was rounded in place, or if autocast's cache is older than the weight. So the weight is cast once more while the copy
 # is there, and all bytes are compared (decision 11). In backward the new copy must have the same checksum, because a
-# weight can be written without a count, or be moved (decision 27). On a device the host does not wait for the result of
-# the comparison: the copy stays `is_undecided`, and a later operator asks again.
+# weight can be written without a count, or be moved (decision 27). On a device the host waits for the first answer of
+# each weight, and later casts of it are not compared (decision 136). Of a copy without a history, and while a CUDA graph
+# is captured, it does not wait: the copy stays `is_undecided`, and a later operator asks again.
 
 from __future__ import annotations
 

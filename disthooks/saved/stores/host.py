@@ -30,7 +30,7 @@ from disthooks.saved.stores.extents import Extent, Extents
 # - A new segment has one eighth of the bytes of all others, so that a pool that is little used is small, and one that
 #   grows asks the system seldom. Measured with a decoder's tensors of 4,096 to 8,192 tokens, random lengths: all
 #   segments together have at most 1.10 times the most bytes that were in use at once, and after the longest step
-#   nothing is locked any more (``benchmarks/host_memory.py``).
+#   almost nothing is locked any more (``benchmarks/host_memory.py``).
 # - Other processes of the node cannot use locked pages. So one eighth of the memory of the node, and of the
 #   container's limit, is never locked. When only that is left, ordinary memory is used, and one warning says so.
 # - A forked child must not free or use the locked memory of its parent. So it gets a pool of its own, and keeps that of
