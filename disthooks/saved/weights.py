@@ -7,8 +7,8 @@
 # was rounded in place, or if autocast's cache is older than the weight. So the weight is cast once more while the copy
 # is there, and all bytes are compared (decision 11). In backward the new copy must have the same checksum, because a
 # weight can be written without a count, or be moved (decision 27). On a device the host waits for the first answer of
-# each weight, and later casts of it are not compared (decision 136). Of a copy without a history, and while a CUDA graph
-# is captured, it does not wait: the copy stays `is_undecided`, and a later operator asks again.
+# each weight, and later casts of it are not compared (decision 136). It does not wait for a copy without a history, nor
+# while a CUDA graph is captured: the copy stays `is_undecided`, and a later operator asks again.
 
 from __future__ import annotations
 
