@@ -10,6 +10,9 @@ import types
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from sphinx.application import Sphinx  # noqa: E402
+from sphinx.environment import BuildEnvironment  # noqa: E402
+
 import disthooks  # noqa: E402
 
 project, author, copyright = "disthooks", "the disthooks authors", "2026, the disthooks authors"
@@ -74,3 +77,13 @@ def is_named_twice(name: str, value: object, names: dict[str, object]) -> bool:
 
 
 write_api()
+
+
+def setup(app: Sphinx) -> None:
+    """Keep pages for contributors out of the search: they name everything, and a reader looks for the page about it."""
+
+    def hide(app: Sphinx, env: BuildEnvironment) -> None:
+        for page in ("architecture", "changelog", "decisions", "upstream"):
+            env.metadata[page]["nosearch"] = True
+
+    app.connect("env-updated", hide)

@@ -59,4 +59,6 @@ def fit(
     else:
         line(f"# {model} within {size(limit)}: {found.title}.")
         line(f"# Predicted: {found.text}.")
+        if device == "cpu":
+            line("# This counts tensors. A budget of dh.fit on a CPU counts the whole process, libraries too.")
         line(found.yaml.rstrip())

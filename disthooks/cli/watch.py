@@ -81,7 +81,8 @@ def frame(file: pathlib.Path, run: Run | None) -> Any:
 
 def _head(file: pathlib.Path, run: Run) -> str:
     about = run.about
-    what = f"{about.get('engine', 'a run')}, {about.get('ranks', '?')} ranks" if about else str(file)
+    ranks = about.get("ranks", "?")
+    what = f"{about.get('engine', 'a run')}, {ranks} rank{'' if ranks == 1 else 's'}" if about else str(file)
     rate = ""
     if run.began is not None and run.ended is not None and run.ended > run.began and run.steps[-1] > run.steps[0]:
         each = (run.ended - run.began) / (run.steps[-1] - run.steps[0])

@@ -329,7 +329,7 @@ def _summary_line(outcomes: Sequence[dict[str, Any]]) -> str:
         stored, moved = (format_bytes(sum(one["saved"][name] for one in outcomes)) for name in ("stored", "moved"))
         parts.append(f"saved {stored} of tensors for backward, moved {moved} (this rank, in all)")
     if not first["saved"] and not first["watched"]:
-        parts.append("the outputs of its modules were looked at")
+        parts.append("the outputs of its modules, or their copies on other ranks, were looked at")
     if first["watched"]:
         steps = sum(one["watched"]["steps"] for one in outcomes)
         parts.append(f"watched {steps} steps of {first['watched']['parameters']} parameters")

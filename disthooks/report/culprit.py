@@ -78,10 +78,10 @@ class Culprit:
 
 
 ADVICE = {
-    "nonfinite": "Look at the data of this step and at the module's inputs; SkipNonFinite leaves such steps out.",
+    "nonfinite": "Look at the data of this step and at the module's inputs.",
     "replicas": "Restart from the last checkpoint. If the same rank is named again, test the memory of its device.",
     "weights": "Give all ranks the same seed before the model is built, or load the same checkpoint on all of them.",
-    "batch": "Look at the batch that this rank had in this step; ClipNorm bounds what such a batch does.",
+    "batch": "Look at the batch that this rank had in this step.",
     "forward": "Run the step again from a checkpoint. If the jump comes again, look at the batch and at this module; "
     "if not, the rank's device computed wrong once: test it.",
     "backward": "Run the step again from a checkpoint. If the jump comes again, look at this module's backward; if "
@@ -94,6 +94,11 @@ ADVICE = {
     "dead": "Look at the layer's bias and at its learning rate; start it again from an earlier checkpoint.",
     "slow": "",
     "jump": "Look at the data of this step, and at what changed in the run.",
+}
+# A rule that would have helped; it is named if the run has no such rule.
+RULE = {
+    "nonfinite": ("SkipNonFinite", "SkipNonFinite leaves such steps out."),
+    "batch": ("ClipNorm", "ClipNorm bounds what such a batch does."),
 }
 SLOW = {
     "input": "Look at this rank's data loader: workers, storage, the CPU cores that it may use.",
@@ -109,6 +114,13 @@ def culprits(run: Run) -> list[Culprit]:
     for episode in episodes(events(run)):
         if not any(_explains(culprit, places.get(culprit.step, 0), episode) for culprit in found):
             found.append(_judge(run, episode))
+    has = str(run.about.get("rules"))
+    found = [
+        replace(each, advice=f"{each.advice} {RULE[each.kind][1]}")
+        if each.kind in RULE and RULE[each.kind][0] not in has
+        else each
+        for each in found
+    ]
     return sorted(found, key=lambda culprit: culprit.step)
 
 
@@ -399,7 +411,9 @@ def _replicas(run: Run) -> Iterator[Culprit]:
         return
     where = names[0].partition(": ")[0] if names else ""
     state = f", the optimizer's {names[0].partition(': ')[2]}," if names and ": " in names[0] else ""
-    text = f"Step {step}: {where or 'a tensor'}{state} differs{on} from the copies on other ranks"
+    equal = [each["step"] for each in run.records if number(each.get("replicas/differ")) == 0 and each["step"] < step]
+    when = f"Between steps {equal[-1]} and {step}" if equal and equal[-1] < step - 1 else f"Step {step}"
+    text = f"{when}: {where or 'a tensor'}{state} differs{on} from the copies on other ranks"
     yield Culprit("replicas", step, where, rank, f"{text}.", [f"{what}{said}."], ADVICE["replicas"])
 
 

@@ -38,8 +38,14 @@ def verdict(run: Run, culprits: Sequence[Any]) -> list[str]:
         wrong.append(f"{len(culprits) - _FEW} more things stand out; the last is at step {culprits[-1].step}.")
     wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
     if not wrong:
-        wrong = [f"Nothing stands out in {len(run.records)} logged steps, {run.steps[0]} to {run.steps[-1]}."]
+        wrong = [_nothing(run)]
     return [*wrong, *_clipping_said(run), *_saving_said(run), *missing_said(run)]
+
+
+def _nothing(run: Run) -> str:
+    many = len(run.records)
+    steps = f"{many} logged steps, {run.steps[0]} to {run.steps[-1]}" if many > 1 else f"1 logged step, {run.steps[0]}"
+    return f"Nothing stands out in {steps}."
 
 
 def nonfinite_entries(run: Run) -> list[dict[str, Any]]:

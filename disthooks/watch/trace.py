@@ -52,6 +52,10 @@ REMEDIES = {
 }
 
 
+# The width of the column of classes: that of TransformerEncoderLayer.
+_CLASS = 23
+
+
 class TraceEvent(NamedTuple):
     """One thing that fired.
 
@@ -105,7 +109,7 @@ def format_event(event: TraceEvent, width: int, with_kind: bool) -> str:
     """``event`` as one line, names in a column of ``width``."""
     dtype = str(event.dtype).removeprefix("torch.") if event.dtype is not None else "-"
     first = f"{event.kind:<17} " if with_kind else ""
-    text = f"{first}{display_name(event.name):<{max(width, 7)}}  {event.type:<17} {event.shape!s:<22} {dtype:<9}"
+    text = f"{first}{display_name(event.name):<{max(width, 7)}}  {event.type:<{_CLASS}} {event.shape!s:<22} {dtype:<9}"
     if event.kind == "forward":
         text += f" {event.seconds * 1e3:8.2f} ms  saved {format_bytes(event.nbytes)}"
     elif event.nbytes:
@@ -132,10 +136,10 @@ class TraceReport:
 
     def __str__(self) -> str:
         width = max([len(display_name(row.name)) for row in self.rows], default=4)
-        lines = [f"{'module':<{width}}  {'class':<17} {'calls':>5} {'host ms':>9} {'saved':>10}  output"]
+        lines = [f"{'module':<{width}}  {'class':<{_CLASS}} {'calls':>5} {'host ms':>9} {'saved':>10}  output"]
         for row in self.rows:
             lines.append(
-                f"{display_name(row.name):<{width}}  {row.type:<17} {row.calls:>5} {row.seconds * 1e3:>9.2f} "
+                f"{display_name(row.name):<{width}}  {row.type:<{_CLASS}} {row.calls:>5} {row.seconds * 1e3:>9.2f} "
                 f"{format_bytes(row.nbytes):>10}  {row.shape}"
             )
         return "\n".join(lines)
