@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 def data_parallel(model: nn.Module) -> nn.DataParallel:
     """``nn.DataParallel`` as on a machine without a device, whatever this one has: ``model`` stays where it is."""
-    with mock.patch("torch.nn.parallel.data_parallel._get_available_device_type", return_value=None):
+    module = sys.modules["torch.nn.parallel.data_parallel"]  # by that name the package has the function, too
+    with mock.patch.object(module, "_get_available_device_type", return_value=None):
         return nn.DataParallel(model)
 
 
