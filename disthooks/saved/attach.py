@@ -93,6 +93,8 @@ class saving:
         hooks: SavedTensorHooks | None = self._entered.hooks.pop()
         if hooks is not None:
             hooks.__exit__(kind, error, trace)
+            if kind is None and hooks.saw_nothing:
+                self._site.pipeline.counters.tell_of_nothing()
 
     def __call__(self, target: F) -> F:
         """``target`` with the hooks on in each of its calls."""

@@ -74,6 +74,10 @@ _IN_PLACE = (
     "of memory give OnDisk(directory); to make it smaller put a codec in front of the store, Compact() or "
     "Cast(torch.bfloat16). With the model on a GPU this store does its work"
 )
+_NOTHING = (
+    "in a saving(...) block autograd saved nothing. Hooks are of one thread: if other threads did the work, attach to "
+    "the modules that they call, with save_activations"
+)
 _ELSEWHERE = (
     "{where} saved nothing in the thread that called it, though gradients flow to its weights. If its forward runs its "
     "layers in threads of its own, they run without hooks, because hooks are those of one thread: attach to the "
@@ -298,6 +302,10 @@ class Counters:
     def warn_of_threads(self, module_name: str) -> None:
         """Warn once that the layers of a module seem to run in other threads."""
         self.warned.warn("threads", _ELSEWHERE.format(where=repr(module_name)))
+
+    def tell_of_nothing(self) -> None:
+        """Have reports say that a block saw no saved tensor. That may be right, so it is no warning."""
+        self.warned.texts.setdefault("nothing", _NOTHING)
 
     def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
         """All counts as they stand.

@@ -114,6 +114,11 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
                 "that call"
             ) from error
 
+    @property
+    def saw_nothing(self) -> bool:
+        """Whether nothing was saved in this thread during the call, by any attachment."""
+        return self._sequence == -1 and not self._has_inner
+
     # -- pack: decide, find, wrap
 
     @uncompiled(BREAK)
@@ -451,8 +456,7 @@ class HookSite(NamedTuple):
                 result = run(function.__func__, function.__self__, *args, **kwargs)
             else:
                 result = run(function, *args, **kwargs)
-        # Was nothing saved in this thread during the call, by any attachment?
-        if hooks._sequence == -1 and not hooks._has_inner and module is not None and function is not _next_of:
+        if hooks.saw_nothing and module is not None and function is not _next_of:
             self._warn_of_threads(module, result, args)
         return result
 

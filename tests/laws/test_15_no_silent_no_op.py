@@ -13,6 +13,7 @@ import contextlib
 import math
 import pathlib
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -511,3 +512,18 @@ def test_an_optimizer_in_backward_beside_the_one_that_was_attached_to_is_told(to
             outer.step()
     watch.remove()
     assert [f"{what} in 2 parameters" in str(each.message) for each in told] == [True]
+
+
+def test_a_block_around_the_work_of_other_threads_says_that_it_saw_nothing(tmp_path: pathlib.Path) -> None:
+    model, x = nn.Linear(256, 256), torch.ones(512, 256)
+    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+        thread = threading.Thread(target=lambda: model(x).sum().backward())
+        thread.start()
+        thread.join()
+    (said,) = saved.report().advice()
+    assert said.startswith("in a saving(...) block autograd saved nothing. Hooks are of one thread: ")
+    assert f"* {said}" in str(saved.report())
+    for store in (dh.OnDisk(tmp_path), dh.Functions(torch.detach, torch.detach)):
+        with dh.saving(store) as saved:
+            model(x).sum().backward()  # its graph is gone before anything is stored, which is no mistake
+        assert saved.report().advice() == []
