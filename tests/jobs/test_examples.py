@@ -36,7 +36,7 @@ def test_it_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             runpy.run_path(str(path), run_name="__main__")
         except subprocess.CalledProcessError:
-            # A rank may end with signal 6 after its script was done, which is torch's fault: docs/upstream.md. Not twice.
+            # A rank may end with signal 6 after its script was done, by a fault of torch: docs/upstream.md.
             runpy.run_path(str(path), run_name="__main__")
 
 
