@@ -115,6 +115,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             ) from error
 
     @property
+    @uncompiled(BREAK)
     def saw_nothing(self) -> bool:
         """Whether nothing was saved in this thread during the call, by any attachment."""
         return self._sequence == -1 and not self._has_inner

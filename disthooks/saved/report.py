@@ -124,7 +124,7 @@ class SavedReport:
         unreturned: bytes that this process has freed and that its C library keeps, so that they stay resident.
         tiers: the reports of the store, one for each place. Other attachments may use the same store.
         sites: the figures of each module that saved a tensor, by the module's name ("" for a block of code).
-        told: the warnings that this attachment gave, each once.
+        told: the warnings that this attachment gave, each once, and that a block saw no saved tensor.
         uncalled: names of attached modules that were never called, if others were.
     """
 

@@ -18,7 +18,7 @@ from tests.support.engines import flat
 from tests.support.ranks.harness import Ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")]
-WIDTH, ROWS, STEPS = 256, 2048, 6
+WIDTH, ROWS, STEPS = 256, 2048, 8
 # Of what a step needs without a budget, by rank.
 SHARES = (0.75, 0.6, 0.9, 0.7)
 
@@ -59,7 +59,7 @@ def _wrapped(engine: str) -> Any:
 
 
 def _trained(rank: int, engine: str, share: float | None, folder: str, free: int) -> dict[str, Any]:
-    """Six steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one."""
+    """Eight steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one."""
     model = _wrapped(engine)
     step = (lambda loss: (model.backward(loss), model.step())) if engine.startswith("zero") else None
     optimizer = None if step else torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -114,4 +114,4 @@ def _assert_kept(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         used = [(peak - fitted["begin"]) / (fitted["budget"] - fitted["begin"]) for peak in fitted["peaks"]]
         assert max(fitted["peaks"]) <= fitted["budget"], (rank, used)
         assert used[0] < 0.8, used
-        assert max(used) > max(0.7, used[0]), used
+        assert max(used) > 0.8, used

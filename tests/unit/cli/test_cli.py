@@ -475,6 +475,7 @@ def test_fit_prints_a_file_that_keeps_the_budget(tmp_path: pathlib.Path) -> None
     budget = free * 9 // 10
     told = run("fit", *options, "--budget", budget).stdout
     assert told.startswith("# ")
+    assert "\n# This counts tensors. A budget of dh.fit on a CPU counts the whole process" in told
     file = tmp_path / "hooks.yaml"
     file.write_text(told)
     found = json.loads(run("explain", options[0], file, *options[1:], "--json").stdout)
@@ -755,6 +756,25 @@ def test_report_names_clipping_skipping_saving_and_replicas(tmp_path: pathlib.Pa
         "Saving moved 3.0 MiB of saved tensors a step out of the memory they were in, on the first rank; forward and "
         "backward waited 3 ms a step for it, 3.0% of the 100 ms from step to step.",
     ]
+
+
+def test_report_says_between_which_comparisons_copies_began_to_differ(tmp_path: pathlib.Path) -> None:
+    differs = {"replicas/differ": 1, "replicas/compared": 7, "replicas/names": ["a.weight"], "replicas/ranks": [1]}
+    records = [{"step": 5 * i, "replicas/differ": 0, "replicas/compared": 7} for i in range(4)]
+    (culprit,) = culprits_of(tmp_path, [*records, {"step": 20, **differs}])
+    assert culprit["text"] == "Between steps 15 and 20: a.weight differs on rank 1 from the copies on other ranks."
+    assert culprit["step"] == 20
+    (culprit,) = culprits_of(tmp_path, [*records, {"step": 16, **differs}])
+    assert culprit["text"].startswith("Step 16: ")
+
+
+@pytest.mark.parametrize("rules", [[], ["SkipNonFinite(max_consecutive=None)"]])
+def test_report_names_a_rule_only_if_the_run_has_it_not(rules: list[str], tmp_path: pathlib.Path) -> None:
+    bad = {"step": 3, "grad_norm": math.nan, "nonfinite": 4, "nonfinite_at": [{"param": "a", "count": 4, "rank": 0}]}
+    records = [{"step": i, "grad_norm": 1.0, "nonfinite": 0} for i in range(3)]
+    records[0]["about"] = {"rules": rules, "ranks": 1}
+    (culprit,) = culprits_of(tmp_path, [*records, bad])
+    assert ("SkipNonFinite leaves such steps out" in culprit["advice"]) == (not rules)
 
 
 def test_report_names_the_signals_that_are_missing(tmp_path: pathlib.Path) -> None:
