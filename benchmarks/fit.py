@@ -3,7 +3,8 @@
     make bench-fit                             # or: python benchmarks/fit.py --rounds 5 --directory /scratch
 
 A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
-memory that its training adds to that of the process before the first step. Each way is a process of its own, because
+memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint
+it trains without a budget, and under the same budgets and one of 110%. Each way is a process of its own, because
 resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process the peaks of all steps and the
 median time of those after the sixth, when ``fit`` has found its limit, are taken. The median of each way and its ratio
 to the training in memory are printed and written as JSON. All ways run with ``disthooks.memory.release_promptly()``,
@@ -25,11 +26,12 @@ from typing import Any
 import torch
 from disk import RESULTS, machine
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import disthooks as dh
 from disthooks._tensors import format_bytes
 
-MEMORY, DISK = "in memory", "OnDisk"
+MEMORY, DISK, CHECKPOINTS = "in memory", "OnDisk", "checkpoints"
 SHARES = (0.9, 0.8, 0.7, 0.6)
 SETTLED = 6
 SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
@@ -43,9 +45,11 @@ def trained(way: str, budget: int, size: str, steps: int, directory: str) -> dic
     layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(batch, length, width)
+    if way.startswith(CHECKPOINTS):
+        model.layers = nn.ModuleList(map(CheckpointWrapper, model.layers))
     if way == DISK:
         dh.save_activations(model, "*", dh.OnDisk(directory, in_flight="64 MiB"))
-    elif way != MEMORY:
+    elif budget:
         dh.fit(model, budget, dh.OnDisk(directory, in_flight="64 MiB"))
     before, peaks, seconds = dh.memory.resident(), [], []
     for _ in range(steps):
@@ -90,7 +94,9 @@ def main() -> None:
         return
     free = in_process(MEMORY, 0, args)
     before, most = free["before"], max(free["peaks"])
-    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": int(before + share * (most - before)) for share in SHARES}, DISK: 0}
+    kept = {share: int(before + share * (most - before)) for share in (1.1, *SHARES)}
+    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in SHARES}, DISK: 0, CHECKPOINTS: 0}
+    budgets |= {f"{CHECKPOINTS}, fit, {share:.0%}": budget for share, budget in kept.items()}
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in budgets}
     for _ in range(args.rounds):
         for way, budget in budgets.items():
@@ -111,7 +117,7 @@ def main() -> None:
         }
         row = results[way]
         peak = format_bytes(row["peak_bytes"])
-        print(f"{way:<10} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {peak:>10}  {row['used']}")
+        print(f"{way:<22} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {peak:>10}  {row['used']}")
     about = {"machine": machine("cpu"), "size": args.size, "rounds": args.rounds, "steps": args.steps}
     pathlib.Path(args.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 

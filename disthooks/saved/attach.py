@@ -22,7 +22,7 @@ from disthooks.errors import AttachError, UsageError
 from disthooks.saved.eligibility import BREAK, nothing_to_hook, reason_never_called, reason_not_to_hook
 from disthooks.saved.hooks import HookSite, SavedTensorHooks
 from disthooks.saved.module_class import attach, detach, refusal, site_of
-from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage, pipeline
+from disthooks.saved.pipeline import Droppable, OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_here, proofs_of
 from disthooks.saved.report import SavedReport
 
@@ -176,6 +176,10 @@ class Saving(Attachment):
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
         self._warn_if_not_called()
         return self._pipeline.report(self.names)
+
+    def limit_drops(self, droppable: Droppable) -> None:
+        """Let Recompute drop no more than ``droppable`` says, which others may share, and may change at any time."""
+        self._pipeline.droppable = droppable
 
     def remove(self) -> None:
         """Take off all hooks. Tensors that are stored come back all the same."""

@@ -70,6 +70,17 @@ class Pipeline:
         return ", ".join(stages)
 
 
+@dataclass
+class Droppable:
+    """How much ``Recompute`` may drop.
+
+    Attributes:
+        nbytes: bytes that may still be dropped; None for all.
+    """
+
+    nbytes: int | None = None
+
+
 class OpenPipeline:
     """A pipeline at work: its stages, and the counts, contents and proofs of one attachment.
 
@@ -82,6 +93,7 @@ class OpenPipeline:
     Attributes:
         counters: of the attachment.
         contents: finds contents that are packed already.
+        droppable: how much Recompute may drop; others may share it.
         is_lossless: whether no codec loses anything.
         verifications: those of the ``proofs`` that came up in this attachment, by identity, as long as these keep them.
     """
@@ -91,6 +103,7 @@ class OpenPipeline:
         "codecs",
         "contents",
         "counters",
+        "droppable",
         "is_lossless",
         "proofs",
         "recompute",
@@ -104,6 +117,7 @@ class OpenPipeline:
         self.at_least, self.codecs, self.store = stages.at_least, stages.codecs, stages.store
         self.is_lossless = not any(codec.lossy for codec in stages.codecs)
         self.counters, self.contents = Counters(), ContentIndex(is_typed=bool(stages.codecs))
+        self.droppable = Droppable()
         self.proofs = Proofs() if proofs is None and stages.recompute is not None else proofs
         self.verifications: weakref.WeakValueDictionary[int, Verification] = weakref.WeakValueDictionary()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import disthooks as dh
@@ -47,6 +48,36 @@ class Branches(Decoder):
         return self.last(x)
 
 
+class Checkpointed(Decoder):
+    """Each block runs in torch's wrapper, half of them in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        impl = (CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT)
+        self.blocks = nn.ModuleList(CheckpointWrapper(block, impl[i % 2]) for i, block in enumerate(self.blocks))
+
+
+class CheckpointedBranches(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(CheckpointWrapper, self.blocks))
+
+
+class CheckpointedLlama(nn.Module):
+    """A Llama of transformers, whose layers have a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 12}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=4, attn_implementation="eager", use_cache=False)
+        self.model = transformers.LlamaForCausalLM(config)
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens).logits
+
+
 def images(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
@@ -56,6 +87,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "resnet": (lambda: residual_network(BasicBlock, (2, 2, 2, 2), 16, 10), images(16, 3, 64, 64)),
     "u-net": (lambda: UNet(16, 3), images(8, 3, 64, 64)),
     "branches": (Branches, images(8, 64, 8)),
+}
+CHECKPOINTED: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "wrapped": (Checkpointed, images(8, 64, 8)),
+    "branches in checkpoints": (CheckpointedBranches, images(8, 64, 8)),
+    "llama": (CheckpointedLlama, torch.arange(256).reshape(4, 64)),
 }
 
 
@@ -67,7 +103,7 @@ class Run:
         torch.accelerator.synchronize()
         torch.manual_seed(0)
         random.seed(0)
-        make, x = CASES[case]
+        make, x = {**CASES, **CHECKPOINTED}[case]
         self.model, self.x, self.device = make().to(device), x.to(device), device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.peaks: list[int] = []
@@ -118,7 +154,7 @@ def test_a_budget_is_kept_from_the_first_step_on_and_used(
         budget = int(share * max(plain.peaks))
         run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget))
         assert max(run.peaks) <= budget, share
-        assert run.peaks[-1] >= 0.85 * budget, share
+        assert run.peaks[-1] >= 0.8 * budget, share
         assert run.peaks[-1] >= last, "more room is used"
         assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
         assert run.fitted.report().saved.moved > 0
@@ -147,23 +183,24 @@ def test_what_is_free_is_the_budget_where_training_runs_out_of_memory(
 
 
 @pytest.mark.full_tier
+@pytest.mark.parametrize("stages", [(dh.OnCpu(),), (dh.Recompute(), dh.OnCpu())], ids=["moved", "recomputed"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_budget_of_many_is_passed(case: str, device: torch.device, free: dict[str, Run]) -> None:
+def test_no_budget_of_many_is_passed(case: str, stages: tuple[Any, ...], device: torch.device, free: Any) -> None:
     """Budgets in steps of 5%, each that is not too small for the step without saved tensors."""
     most, fits = max(without(case, device, free).peaks), []
-    plain = trained(case, device, lambda model: contextlib.nullcontext(), 2 * STEPS)
+    plain = trained(case, device, lambda model: contextlib.nullcontext(), 3 * STEPS)
     for percent in range(40, 101, 5):
         budget = percent * most // 100
         try:
-            run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget), 2 * STEPS)
+            run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget, *stages), 3 * STEPS)
         except UsageError:
             fits.append(False)
             continue
         fits.append(True)
-        assert 0.85 * budget <= max(run.peaks) <= budget, percent
+        assert 0.8 * budget <= max(run.peaks) <= budget, percent
         assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
     assert fits == sorted(fits), "a budget is kept if a smaller one is"
-    assert sum(fits) >= 3
+    assert sum(fits) >= 2
 
 
 @pytest.mark.full_tier
@@ -191,6 +228,22 @@ def test_what_can_be_computed_again_is_dropped_before_the_rest_moves(
         moved.append(sum(store.written for store in run.fitted.report().saved.tiers))
     assert run.fitted.report().saved.recomputed > 0
     assert moved[1] < 0.8 * moved[0]
+
+
+def test_no_more_is_computed_again_than_the_budget_asks_for(device: torch.device, free: dict[str, Run]) -> None:
+    plain, dropped = without("decoder", device, free), []
+    for share in (0.6, 1.0, 1.2):
+        budget = int(share * max(plain.peaks))
+        run = Run("decoder", device)
+        with dh.fit(run.model, budget, dh.Recompute(), dh.OnCpu()) as fitted:
+            for _ in range(2 * STEPS):  # comparisons of forward read stored tensors in some of them
+                before = fitted.report().saved.recomputed
+                run.step()
+            report = fitted.report()
+        assert max(run.peaks) <= budget
+        assert (report.missing == 0) == (share >= 1)
+        dropped.append(report.saved.recomputed - before)
+    assert dropped[0] > dropped[1] > dropped[2] == 0
 
 
 def test_a_configuration_keeps_a_budget_with_several_entries(device: torch.device, free: dict[str, Run]) -> None:
@@ -332,3 +385,89 @@ def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device
         run.step()
         assert prepared.saving.fitted.report().limit > 1 << 20
         assert run.peaks[0] <= 24 << 20
+
+
+# Of the peak of a step with all checkpoints on; with all off a step needs 2.8 to 3.2 times as much, the branches 2.
+MORE = {"wrapped": (1.0, 1.5, 2.0, 2.5, 4.0), "branches in checkpoints": (1.1, 3.0), "llama": (1.0, 1.5, 2.5, 4.0)}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTED)
+def test_layers_are_checkpointed_no_more_than_the_budget_asks_for(
+    case: str, device: torch.device, free: dict[str, Run]
+) -> None:
+    plain, off = without(case, device, free), []
+    again = trained(case, device, lambda model: contextlib.nullcontext(), 2 * STEPS)
+    for more in MORE[case]:
+        budget = int(more * max(plain.peaks))
+        run = Run(case, device)
+        layers = [each for each in run.model.modules() if _flag(each) is not None]
+        flags = list(map(_flag, layers))
+        with dh.fit(run.model, budget) as fitted:
+            for _ in range(2 * STEPS):
+                run.step()
+            report = fitted.report()
+        assert max(run.peaks) <= budget, (more, run.peaks)
+        weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
+        assert all(torch.equal(*pair) for pair in zip(weights, again.weights, strict=True))
+        assert report.checkpoints == 12
+        assert list(map(_flag, layers)) == flags, "after remove all are checkpointed again"
+        off.append(report.checkpoints_off)
+        del run, fitted, layers, flags
+    assert off[0] <= 1
+    assert off[-1] == 12
+    assert off == sorted(off)
+    assert len(set(off)) == len(off)
+    assert f"; {off[-1]} of 12 checkpoints are off" in str(report)
+
+
+def _flag(module: nn.Module) -> Any:
+    """What switches the checkpoint of ``module``; None if it has none."""
+    if isinstance(module, CheckpointWrapper):
+        return module.checkpoint_fn
+    return getattr(module, "gradient_checkpointing", None)
+
+
+def test_checkpoints_that_are_off_use_the_budget(device: torch.device, free: dict[str, Run]) -> None:
+    """Of twelve layers another one would not fit, and beside it the room of one that is computed again stays free."""
+    budget = 2 * max(without("wrapped", device, free).peaks)
+    run = Run("wrapped", device)
+    with dh.fit(run.model, budget) as fitted:
+        for _ in range(2 * STEPS):
+            run.step()
+        assert 0.75 * budget <= run.peaks[-1] <= max(run.peaks) <= budget
+        assert fitted.report().missing == 0
+        state = fitted.state_dict()
+    del run, fitted
+    run = Run("wrapped", device)
+    with dh.fit(run.model, budget) as fitted:
+        fitted.load_state_dict(state)
+        run.step()
+        assert fitted.report().checkpoints_off >= 4
+        assert 0.5 * budget <= run.peaks[0] <= budget
+
+
+def test_a_layer_without_hooks_keeps_its_checkpoint(device: torch.device, free: dict[str, Run]) -> None:
+    budget = 3 * max(without("wrapped", device, free).peaks)
+    run = Run("wrapped", device)
+    with dh.fit(run.model, budget, modules=["blocks.[0-4]", "blocks.5.mlp", "first", "last"]) as fitted:
+        for _ in range(2 * STEPS):
+            run.step()
+        assert max(run.peaks) <= budget
+        assert (fitted.report().checkpoints, fitted.report().checkpoints_off) == (5, 5)
+
+
+@pytest.mark.parametrize("more", [1.2, 2.0, 3.0])
+def test_checkpoints_are_off_by_the_length_of_the_inputs(
+    more: float, device: torch.device, free: dict[str, Run]
+) -> None:
+    budget, lengths = int(more * max(without("wrapped", device, free).peaks)), random.Random(0)
+    run, off = Run("wrapped", device), {}
+    with dh.fit(run.model, budget) as fitted:
+        for _ in range(100):
+            length = lengths.randrange(4, 65)
+            run.step(images(8, length, 8).to(device))
+            off[length] = fitted.report().checkpoints_off
+    assert max(run.peaks) <= budget
+    short, long = ([count for length, count in off.items() if (length > 32) is is_long] for is_long in (False, True))
+    assert sum(short) / len(short) > sum(long) / len(long)
+    assert max(short) == 12

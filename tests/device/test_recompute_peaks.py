@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -88,3 +89,22 @@ def test_no_step_needs_more_memory_than_the_third(
         assert peaks[2] < without[2] - 6 * ONE * (1 + products) + 3 * ONE
     else:
         assert peaks[2] < without[2]
+
+
+def test_a_comparison_in_forward_brings_nothing_else_back(device: torch.device) -> None:
+    """A tensor that a comparison reads is no sign that backward has begun."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Gated() for _ in range(12)]).to(device), torch.randn(ROWS, WIDTH).to(device)
+    limit, written = 4 * ONE, [0]
+    tiers = dh.Tiered(dh.OnDevice(limit), dh.OnCpu())
+    with dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), dh.Recompute(), tiers)) as saving:
+        for step in range(STEPS):
+            loss = model(x).square().sum()
+            torch.accelerator.synchronize()
+            nearest, host = (store.open() for store in tiers.stores)
+            assert nearest.budget.of(device).held + host.device_bytes(device) <= limit, step
+            loss.backward()
+            written.append(saving.report().tiers[1].written)
+    steps = [after - before for before, after in itertools.pairwise(written)]
+    assert steps[-1] > ONE
+    assert steps[2:] == steps[-1:] * (STEPS - 2), "a comparison does not change the plan"

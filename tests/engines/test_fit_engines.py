@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import disthooks as dh
 from disthooks import memory
@@ -26,13 +28,14 @@ SHARES = (0.75, 0.6, 0.9, 0.7)
 class Wide(nn.Module):
     """Its saved tensors are more than 100 MB, its parameters 17 MB."""
 
-    def __init__(self, blocks: int = 8) -> None:
+    def __init__(self, is_checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
+        blocks = [
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(blocks)
-        )
+            for _ in range(8)
+        ]
+        self.blocks = nn.ModuleList(map(CheckpointWrapper, blocks) if is_checkpointed else blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -40,27 +43,32 @@ class Wide(nn.Module):
         return x
 
 
-def _wrapped(engine: str) -> Any:
+def _wrapped(engine: str, is_checkpointed: bool) -> Any:
+    model = Wide(is_checkpointed)
     if engine == "ddp":
-        return nn.parallel.DistributedDataParallel(Wide())
+        return nn.parallel.DistributedDataParallel(model)
     if engine == "fsdp1":
-        return flat(Wide(), engine, [f"blocks.{i}" for i in range(8)])
-    if engine == "fsdp2":
+        return flat(model, engine, [f"blocks.{i}" for i in range(8)])
+    if engine.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        model, mesh = Wide(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for block in model.blocks:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for i, block in enumerate(model.blocks):
+            if engine == "fsdp2 inside" and i > 3:
+                fully_shard(block[1], mesh=mesh)
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     from tests.support.zero import engine_of
 
-    return engine_of(int(engine[-1]), model=Wide(), accumulate=1)
+    return engine_of(int(engine[-1]), model=model, accumulate=1)
 
 
-def _trained(rank: int, engine: str, share: float | None, folder: str, free: int) -> dict[str, Any]:
+def _trained(
+    rank: int, engine: str, share: float | None, folder: str, free: int, is_checkpointed: bool = False
+) -> dict[str, Any]:
     """Eight steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one."""
-    model = _wrapped(engine)
+    model = _wrapped(engine, is_checkpointed)
     step = (lambda loss: (model.backward(loss), model.step())) if engine.startswith("zero") else None
     optimizer = None if step else torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
@@ -70,7 +78,7 @@ def _trained(rank: int, engine: str, share: float | None, folder: str, free: int
     budget = begin + int((share or 1) * free)
     if share is not None:
         fitted = dh.fit(model, budget, dh.OnDisk(folder, in_flight="8 MiB"))
-    peaks, losses = [], []
+    peaks, losses, layers = [], [], (0, 0)
     with fitted:
         for _ in range(STEPS):
             memory.reset_peak_resident()
@@ -84,14 +92,19 @@ def _trained(rank: int, engine: str, share: float | None, folder: str, free: int
             peaks.append(memory.peak_resident())
             losses.append(loss.item())
             del loss
-    return {"begin": begin, "budget": budget, "peaks": peaks, "losses": losses}
+        if share is not None:
+            layers = (fitted.report().checkpoints, fitted.report().checkpoints_off)
+    return {"begin": begin, "budget": budget, "peaks": peaks, "losses": losses, "layers": layers}
 
 
-def _both(rank: int, engine: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _both(
+    rank: int, engine: str, folder: str, shares: Sequence[float] = SHARES, is_checkpointed: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     memory.release_promptly()
     _trained(rank, engine, None, folder, 0)  # what a process allocates once
     plain = _trained(rank, engine, None, folder, 0)
-    return plain, _trained(rank, engine, SHARES[rank], folder, max(plain["peaks"]) - plain["begin"])
+    free = max(plain["peaks"]) - plain["begin"]
+    return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed)
 
 
 @pytest.mark.first_tier(engine=("ddp", "fsdp2"))
@@ -104,6 +117,29 @@ def test_each_rank_keeps_its_budget(engine: str, ranks: Ranks, tmp_path: pathlib
 
 def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
     _assert_kept(four(_both, "fsdp2", str(tmp_path)))
+
+
+@pytest.mark.first_tier(engine=("ddp", "fsdp2 inside"))
+@pytest.mark.parametrize(
+    ("engine", "layers"),
+    [
+        ("ddp", 8),
+        ("fsdp1", 8),
+        ("fsdp2 inside", 4),  # of the others the second computation gathers weights
+        *(pytest.param(f"zero{stage}", 0 if stage == 3 else 8, marks=needs("deepspeed")) for stage in (2, 3)),
+    ],
+)
+def test_each_rank_switches_checkpoints_off_by_itself(
+    engine: str, layers: int, ranks: Ranks, tmp_path: pathlib.Path
+) -> None:
+    found = ranks(_both, engine, str(tmp_path), (0.6, 1.3), True)
+    for plain, fitted in found:
+        assert fitted["losses"] == plain["losses"]
+        assert max(fitted["peaks"]) <= fitted["budget"]
+        assert fitted["layers"][0] == layers
+    tight, wide = (fitted["layers"][1] for _, fitted in found)
+    assert (0 < tight < wide) or not layers
+    assert wide == layers
 
 
 def _assert_kept(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

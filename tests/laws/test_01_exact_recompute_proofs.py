@@ -170,9 +170,9 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ways that are tried, one after the other."""
     tried, attempted = [], verify._attempted
 
-    def counts(attempt: Callable[[int], torch.Tensor], way: int) -> torch.Tensor | None:
+    def counts(attempt: Callable[[int], torch.Tensor], way: int, can_wait: bool) -> torch.Tensor | None:
         tried.append(way)
-        return attempted(attempt, way)
+        return attempted(attempt, way, can_wait)
 
     monkeypatch.setattr(verify, "_attempted", counts)
     return tried

@@ -3,9 +3,10 @@
 # [Note: the plan for a budget]
 # Three ways are tried: to move saved tensors to a store, to drop what is cheap to compute again and move the rest, and
 # the same with outputs of linear layers. Each has one number, the bytes of saved tensors that stay on the device. The
-# first run has 0 of them. A limit that is larger by some bytes makes the peak larger by no more than these, so each
-# further run may add what the last one left of the budget. The way that adds the least time is the answer. Times are
-# those of the advice: of the operators by a table of devices, and of the link as far as it is longer than the step.
+# first run has 0 of them. A limit that is larger by some bytes makes the peak larger by no more than these and a
+# tensor, so each further run adds what the last one left of the budget, until one is over it. From then on the limit is
+# searched by halves. The way that adds the least time is the answer. Times are those of the advice: of the operators by
+# a table of devices, and of the link as far as it is longer than the step.
 
 from __future__ import annotations
 
@@ -72,19 +73,22 @@ def plan_within(
 
 def _largest(trial: Trial, explanation: Explanation, way: str, budget: int, runs: list[Advice]) -> Advice | None:
     """The advice with the most saved tensors on the device that keeps the budget; None if none does."""
-    best, stays, last = None, 0, -1
+    best, stays, last, fits, fails = None, 0, -1, 0, -1
     for _ in range(_RUNS):
         run = trial.of(_candidate(explanation, way, stays))
-        if not run or run[0].nbytes == last:  # all that is left to move stays already
+        left = budget - run[0].nbytes if run else -1
+        if not run or (left >= 0 and run[0].nbytes == last):  # all that is left to move stays already
             break
         last = run[0].nbytes
         runs += run
-        left = budget - run[0].nbytes
         if left >= 0:
-            best = run[0]
-        if (not stays and left < 0) or 0 <= left < _CLOSE * budget:
+            best, fits = run[0], stays
+        else:
+            fails = stays
+        if fails == 0 or 0 <= left < _CLOSE * budget:
             break
-        stays = max(0, stays + left - (budget >> 9))  # a little less, since an allocator rounds
+        # A little less than what is left, since an allocator rounds. Of large tensors the peak grows in jumps.
+        stays = stays + left - (budget >> 9) if fails < 0 else (fits + fails) // 2
     return best
 
 

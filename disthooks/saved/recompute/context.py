@@ -109,7 +109,13 @@ class RecomputeContext:
         return Planner(self._counters, self._norms, asked.steps, asked.products).program(edge, layout, device)
 
     def program(self, origin: Origin, original: torch.Tensor) -> Program | None:
-        """The program that computes the tensor of ``origin``; None if none is proven to give ``original``'s bits."""
+        """The program that computes the tensor of ``origin``; None if none is proven to give ``original``'s bits.
+
+        None, too, if nothing more may be dropped.
+        """
+        droppable = self._pipeline.droppable
+        if droppable.nbytes is not None and droppable.nbytes <= 0:
+            return None
         program = origin.planned
         if origin.edge is not None:
             program = self.plan(origin.edge, origin.layout, original.device)
@@ -128,6 +134,8 @@ class RecomputeContext:
                 self._counters.count_differed(verification.where, original.nbytes)
             return None
         program.variant, program.verification = variant, verification
+        if droppable.nbytes is not None:
+            droppable.nbytes -= original.nbytes
         return program
 
     def _run_exact(self, program: Program, verification: Verification, variant: int) -> torch.Tensor | None:

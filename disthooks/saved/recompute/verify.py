@@ -22,6 +22,7 @@ from disthooks._registry import register
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
 from disthooks._tensors import words_of
 from disthooks.errors import DisthooksError, StoreError, UsageError
+from disthooks.saved.stores.turns import NoRoom, for_comparison
 
 
 @register("recompute")
@@ -219,7 +220,7 @@ class Verification:
             compared = self._candidates[: 1 if self.is_proven else None]  # a proven place uses only the first one
         answers = []
         for variant in compared:
-            computed = _attempted(attempt, variant)
+            computed = _attempted(attempt, variant, is_trusted)
             if computed is None or computed is _NO_MEMORY:
                 self.is_due = self.is_due or computed is None  # the exact inputs are gone this time
                 return self._first_candidate() if is_trusted else None
@@ -350,13 +351,14 @@ def proofs_here() -> Proofs:
     return Proofs()
 
 
-def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:
+def _attempted(attempt: Attempt, variant: int, can_wait: bool) -> torch.Tensor | None:
     """The result of a variant; None if an input is missing; ``_NO_MEMORY``; an empty tensor if the variant fails."""
     try:
-        return attempt(variant)
+        with for_comparison(can_wait):
+            return attempt(variant)
     except DisthooksError:
         raise
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, NoRoom):
         return _NO_MEMORY
     except (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError):
         return torch.empty(0)  # the formula does not fit the node, or the device does not have the operator

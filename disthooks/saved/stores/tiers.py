@@ -18,7 +18,7 @@ from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec
-from disthooks.saved.stores.turns import Placed, Turns
+from disthooks.saved.stores.turns import NoRoom, Placed, Turns, comparing
 
 
 class _There(Counted):
@@ -172,6 +172,8 @@ class OpenTiered(Store):
 
     Attributes:
         largest: bytes of the largest tensor of each device that was put without a plan so far.
+        most: the most bytes of each accelerator that were in use under the limit of the first tier since ``most`` was
+            cleared, those on their way to the tiers below included.
     """
 
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
@@ -180,6 +182,7 @@ class OpenTiered(Store):
         limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
         self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
         self.largest: dict[torch.device, int] = {}
+        self.most: dict[torch.device, int] = {}
         self._kept_free: int | None = None  # bytes of the first limit that copies on their way have for themselves
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         self._device = stores[0].open() if isinstance(stores[0], OnDevice) else None
@@ -206,6 +209,8 @@ class OpenTiered(Store):
         return placed
 
     def get(self, ticket: Placed) -> torch.Tensor:
+        if comparing.is_under_way:
+            return self._get_for_comparison(ticket)
         following = self.turns.read(ticket, _LOOK)
         if self._is_ahead(ticket):
             self._leave_room(ticket.device)
@@ -221,6 +226,26 @@ class OpenTiered(Store):
         limited = self._is_ahead(ticket) and isinstance(self.stores[0], OnDevice)
         self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
         return tensor
+
+    def _get_for_comparison(self, ticket: Placed) -> torch.Tensor:
+        """The tensor. Forward goes on after this, so no other is brought back.
+
+        Raises:
+            NoRoom: if the comparison can wait, and the limit of the first tier leaves no room for the tensor and for
+                what is computed from it.
+        """
+        budget, wanted = self._nearest(ticket.device), 2 * ticket.nbytes
+        if self._is_ahead(ticket) and budget is not None and budget.limit is not None:
+            if comparing.can_wait and wanted > budget.limit:
+                raise NoRoom
+            while budget.held + wanted > budget.limit and self._make_room(0, ticket.device, wanted):
+                pass
+            self._leave_room(ticket.device, wanted)
+        try:
+            with ticket.lock:
+                return self._read(ticket)
+        finally:
+            ticket.let_go()
 
     def _read(self, ticket: Placed) -> torch.Tensor:
         """The tensor, from the tier that it is in. The caller holds its lock."""
@@ -426,6 +451,7 @@ class OpenTiered(Store):
         below = self._below()
         held = [store.device_bytes(device) for store in below]
         room = budget.limit - budget.held - sum(held) - nbytes
+        self.most[device] = max(self.most.get(device, 0), budget.limit - max(0, room))
         for store, own in zip(below, held, strict=True):
             store.set_device_limit(max(0, room + own), device)
 

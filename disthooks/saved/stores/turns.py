@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -191,6 +192,29 @@ class Turn:
         self.position, self.dropped, self.nbytes = 0, False, placed.nbytes
         self.tape: Tape | None = None
         self.index = 0
+
+
+class NoRoom(Exception):
+    """A comparison that can wait has no room."""
+
+
+class _Comparing(threading.local):
+    """Whether this thread reads stored tensors for a comparison during forward, and whether that can wait."""
+
+    is_under_way = can_wait = False
+
+
+comparing = _Comparing()
+
+
+@contextlib.contextmanager
+def for_comparison(can_wait: bool) -> Iterator[None]:
+    """Reads of this thread inside are no sign that backward has begun, so nothing is brought back early for them."""
+    comparing.is_under_way, comparing.can_wait = True, can_wait
+    try:
+        yield
+    finally:
+        comparing.is_under_way = comparing.can_wait = False
 
 
 class Turns(Shared[Turn]):
