@@ -72,10 +72,10 @@ class SavingPlan(Attachment):
         """The sum of the reports of all entries, on this rank."""
         return sum((part.report() for part in self._parts), SavedReport())
 
-    def limit_drops(self, droppable: Droppable) -> None:
+    def _limit_drops(self, droppable: Droppable) -> None:
         """Let the Recompute of all entries together drop no more than ``droppable`` says."""
         for part in self._parts:
-            part.limit_drops(droppable)
+            part._limit_drops(droppable)
 
 
 @dataclass(frozen=True)

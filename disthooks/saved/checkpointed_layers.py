@@ -34,7 +34,7 @@ class CheckpointedLayers:
     ``torch.utils.checkpoint.checkpoint`` has no switch.
 
     Args:
-        model: may be wrapped by an engine.
+        model: may be wrapped by an engine; None for no layers.
         names: of the modules whose saved tensors are hooked. Other layers keep their checkpoints.
 
     >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -44,9 +44,10 @@ class CheckpointedLayers:
     (3, 2)
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module | None, names: Iterable[str]) -> None:
+        found = () if model is None else _layers(unwrap_engine(model))
         # Weak: hooks of the model hold this object, and a model in a cycle would keep its memory.
-        self._layers = [weakref.ref(layer) for name, layer in _layers(unwrap_engine(model)) if _is_in(name, names)]
+        self._layers = [weakref.ref(layer) for name, layer in found if _is_in(name, names)]
         self._before: list[Any] = []  # the attribute of each layer that is switched off, from the last layer on
 
     def __len__(self) -> int:

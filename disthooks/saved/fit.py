@@ -11,13 +11,8 @@
 #   limit grows by what is left of the budget, less what lies on the device now and did not when the round started (the
 #   optimizer's state, which the first step makes). A round that needed too much makes the limit smaller.
 # - Inputs of another size have a limit of their own. Before the first round of a size, what the step needs anyway is
-#   taken from the next larger size that is known. A size that is larger than all takes it from the largest one, and
-#   grows it by the square of the ratio, since attention without a fused kernel does.
-# - If nothing had to move, the room that is left is for checkpointed layers: as many as fit into it, from the last one
-#   on, run without their checkpoint; see [Note: checkpoints that are switched off]. The first of them are counted with
-#   all that the step needs beside saved tensors, since a layer that is computed again lies in memory as a whole. Then
-#   their bytes are known. Their saved tensors are under the limit as all others are, so a wrong count moves tensors and
-#   does not pass the budget. Where it did, the size of inputs never gets as many again.
+#   taken from the next larger size that is known, or from the largest one; see `nearest_size`.
+# - What the model computes again is decided with the same limit; see [Note: no more is computed again than has to be].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
 # keep the attachment alive, so a script that drops the handle trains with the same limits.
@@ -27,8 +22,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -44,6 +39,7 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.attach import save_activations
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
+from disthooks.saved.computed_again import ComputedAgain, nearest_size
 from disthooks.saved.pipeline import Droppable, Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.cpu import OnCpu
@@ -57,8 +53,6 @@ _MARGIN = 0.01
 # may keep one tensor more. A limit grows by a part of what is left. On the CPU that is a half, because what a store
 # holds while it writes and reads does not count under the limit there.
 _UNEVEN, _GROWTH, _GROWTH_CPU = 0.025, 0.9, 0.5
-# The part of the room that is left when nothing has to move that is filled with what Recompute could drop.
-_FILLED = 0.95
 # The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
 _OTHERS = 0.05
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
@@ -80,13 +74,15 @@ class FitReport:
         peak: the most bytes in use in the last of them; 0 before the first.
         limit: how many bytes of saved tensors stay on the device in the round that is under way.
         missing: about how many bytes more of the budget would have kept all saved tensors there in the last round.
+        again: about how many bytes it has computed again: layers with a checkpoint, as far as :func:`fit` has switched
+            one off and knows what it saves, and what ``Recompute`` dropped.
         checkpoints: how many layers of the model are checkpointed so that :func:`fit` can switch their checkpoints off.
         checkpoints_off: how many of these checkpoints are off in the round that is under way.
         saved: what was done with the saved tensors.
 
     >>> from disthooks.saved.counters import Counters
     >>> saved = Counters().report(OnCpu())
-    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, 0, 0, saved)
+    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, 0, 0, 0, saved)
     >>> print(str(found).splitlines()[0])
     cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay, and 9.0 GiB move
     """
@@ -97,6 +93,7 @@ class FitReport:
     peak: int
     limit: int
     missing: int
+    again: int
     checkpoints: int
     checkpoints_off: int
     saved: SavedReport
@@ -105,10 +102,11 @@ class FitReport:
         used = "not measured yet"
         if self.rounds:
             used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds"
+        again = f", and {format_bytes(self.again)} are computed again" if self.again else ""
         layers = f"; {self.checkpoints_off} of {self.checkpoints} checkpoints are off" if self.checkpoints else ""
         return (
             f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
-            f"tensors stay, and {format_bytes(self.missing)} move{layers}\n{self.saved}"
+            f"tensors stay, {'' if again else 'and '}{format_bytes(self.missing)} move{again}{layers}\n{self.saved}"
         )
 
 
@@ -120,7 +118,7 @@ class _Saves(Protocol):
     def report(self) -> SavedReport:
         """In all, since they were attached."""
 
-    def limit_drops(self, droppable: Droppable) -> None:
+    def _limit_drops(self, droppable: Droppable) -> None:
         """Let Recompute drop no more than ``droppable`` says."""
 
 
@@ -164,8 +162,6 @@ class _Round:
         stored: bytes of saved tensors that the attachments had stored before.
         kept: bytes of tensors, other than weights, that they had kept before, the small ones.
         dropped: bytes that Recompute had dropped before.
-        off: how many checkpoints are off.
-        droppable: bytes that Recompute may drop; None for all.
         peak: the most bytes in use in it, as far as it was read.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether a forward without gradients has followed; what comes then is no part of the step.
@@ -176,32 +172,9 @@ class _Round:
     stored: int
     kept: int
     dropped: int
-    off: int
-    droppable: int | None
     peak: int = 0
     has_stepped: bool = False
     is_over: bool = False
-
-
-@dataclass
-class _Again:
-    """What rounds of inputs of one size can compute again.
-
-    Attributes:
-        saved: bytes of saved tensors, other than weights, with every checkpoint on and all dropped that can be.
-        layer: bytes that each checkpoint that is off adds; too many as long as none was off.
-        most: how many may be off, as far as is known.
-        is_measured: whether ``layer`` is known from a round with checkpoints off.
-        dropped: bytes that Recompute dropped in the last round in which it dropped all that it could.
-        droppable: bytes that it may drop; None for all.
-    """
-
-    saved: int
-    layer: int
-    most: int
-    is_measured: bool = False
-    dropped: int = 0
-    droppable: int | None = None
 
 
 class Fitted(Attachment):
@@ -241,10 +214,8 @@ class Fitted(Attachment):
         self._rounds = self._peak = self._missing = 0
         # By size: what rounds that came too near to the budget needed. It holds when a later round needs less.
         self._least: dict[int, int] = {}
-        self._layers: CheckpointedLayers | None = None  # found at the first forward: an engine may come until then
-        self._droppable = Droppable()
-        saving.limit_drops(self._droppable)
-        self._again: dict[int, _Again] = {}  # by size
+        self._again = ComputedAgain()
+        saving._limit_drops(self._again.droppable)
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
@@ -257,21 +228,20 @@ class Fitted(Attachment):
 
     def report(self) -> FitReport:
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
-        limit, layers = self._near.limit or 0, self._layers
-        found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing)
-        return FitReport(*found, len(layers or ()), layers.off if layers else 0, self._saving.report())
+        limit, layers = self._near.limit or 0, self._again.layers
+        found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._again.nbytes)
+        return FitReport(*found, len(layers), layers.off, self._saving.report())
 
     def state_dict(self) -> dict[str, Any]:
         """What this attachment has learnt. A new attachment that loads it need not move every saved tensor at first."""
         needs = {size: dict(needs) for size, needs in self._needs.items()}
-        again = {size: astuple(each) for size, each in self._again.items()}
-        return {"needs": needs, "least": dict(self._least), "again": again}
+        return {"needs": needs, "least": dict(self._least), "again": self._again.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what another attachment has learnt; see :meth:`state_dict`."""
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
         self._least = dict(state["least"])
-        self._again = {size: _Again(*each) for size, each in state.get("again", {}).items()}
+        self._again.load_state_dict(state["again"])
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from the last round, and start one; a forward without gradients only ends the last round."""
@@ -288,17 +258,15 @@ class Fitted(Attachment):
             self._learn(last, saved.stored - last.stored, kept - last.kept, saved.recomputed - last.dropped)
         if not self._budget:
             self._budget = self._memory.free()
-        if self._layers is None:
-            self._layers = CheckpointedLayers(module, self._saving.names)
-            self.on_remove(functools.partial(self._layers.switch_off, 0))
+        if self._round is None:  # an engine may have come since the attachment
+            self._again.layers = CheckpointedLayers(module, self._saving.names)
+            self.on_remove(functools.partial(self._again.layers.switch_off, 0))
         begin, size = self._memory.in_use(), _elements((args, kwargs))
         self._near.set_limit(limit := self._limit(begin, size))
         for tiers in self._tiers:
             tiers.most.clear()
-        off, droppable = self._computed_again(size, limit)
-        self._layers.switch_off(off)
-        self._droppable.nbytes = droppable
-        self._round = _Round(size, begin, saved.stored, kept, saved.recomputed, off, droppable)
+        self._again.choose(size, limit)
+        self._round = _Round(size, begin, saved.stored, kept, saved.recomputed)
         self._memory.reset_peak()
 
     def _read_peak(self, *_: Any) -> None:
@@ -329,7 +297,7 @@ class Fitted(Attachment):
         # On the CPU what is on its way does not count.
         most = max(self._near.of(self._device).most, *(tiers.most.get(self._device, 0) for tiers in self._tiers))
         needed = max(0, peak - last.begin - most)
-        needed += self._learn_again(last, stored + kept, dropped, needed)
+        needed += self._again.learn(last.size, stored + kept, dropped, needed, self._missing)
         needs = self._needs.setdefault(last.size, {})
         if peak > self._budget * (1 - _MARGIN):
             self._least[last.size] = max(needed, self._least.get(last.size, 0))
@@ -337,54 +305,6 @@ class Fitted(Attachment):
         needs[stored] = needed
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
-
-    def _learn_again(self, last: _Round, saved: int, dropped: int, needed: int) -> int:
-        """Note what was computed again. Returns the bytes that another round of the size may need besides.
-
-        A layer that is computed again lies in memory as a whole. In a round with checkpoints off it may not be seen,
-        because the layers that are not computed again were freed before.
-        """
-        layers, known = self._layers or (), self._again.get(last.size)
-        if known is None and last.off:  # as many were off as the next known size allowed; both grow alike
-            like = self._again[_like(last.size, self._again)[0]]
-            share = saved / (like.saved + last.off * like.layer)
-            known = replace(like, saved=int(share * like.saved), is_measured=False, droppable=last.droppable)
-        elif known is None and self._missing:
-            return 0
-        elif known is None:
-            known = _Again(saved, max(1, needed), len(layers), dropped=dropped)
-        self._again[last.size] = known
-        if last.droppable is None:
-            known.dropped = dropped
-        saved -= max(0, known.dropped - dropped)  # what it could have dropped, and did not
-        if not last.off:
-            known.saved = saved
-            return 0
-        if self._missing and last.droppable is None and known.is_measured:
-            known.most = last.off - 1
-        # A model that uses its layers in turn adds other bytes in each round: the most count.
-        known.layer = max(1, (saved - known.saved) // last.off, known.layer if known.is_measured else 0)
-        known.is_measured = True
-        return known.layer
-
-    def _computed_again(self, size: int, limit: int) -> tuple[int, int | None]:
-        """How many checkpoints may be off in a round of inputs of ``size``, and how many bytes Recompute may drop."""
-        if not self._again:
-            return 0, None
-        like, growth = _like(size, self._again)
-        known, count = self._again[like], len(self._layers or ())
-        room = limit - known.saved * growth
-        if room <= 0:
-            return 0, None
-        least = 0 if known.is_measured else min(1, count)
-        off = max(least, min(known.most, int(room / (known.layer * growth))))
-        if off < count:
-            return off, None
-        wanted = int(known.dropped * growth - _FILLED * max(0, room - off * known.layer * growth))
-        # Another number changes the plan of the store, which costs a step. So one that is a little too large stays.
-        if known.droppable is None or not wanted <= known.droppable <= wanted + _UNEVEN * limit:
-            known.droppable = max(0, wanted)
-        return off, known.droppable
 
     def _limit(self, begin: int, size: int) -> int:
         """Bytes of saved tensors that may stay in a round of inputs of ``size``."""
@@ -398,18 +318,8 @@ class Fitted(Attachment):
         """Bytes that a round needs beside saved tensors and what lies there; infinite if nothing is known."""
         if not self._needs:
             return math.inf
-        like, growth = _like(size, self._needs)
+        like, growth = nearest_size(size, self._needs)
         return max(*self._needs[like].values(), self._least.get(like, 0)) * growth
-
-
-def _like(size: int, known: Collection[int]) -> tuple[int, float]:
-    """The size of ``known`` that tells most about ``size``, and how much more ``size`` may need.
-
-    >>> _like(3, [2, 4, 8]), _like(16, [2, 4, 8])
-    ((4, 1.0), (8, 4.0))
-    """
-    like = min((each for each in known if each >= size), default=max(known))
-    return like, max(1.0, size / like) ** 2
 
 
 def _elements(values: Any) -> int:

@@ -243,6 +243,7 @@ def test_no_more_is_computed_again_than_the_budget_asks_for(device: torch.device
         assert max(run.peaks) <= budget
         assert (report.missing == 0) == (share >= 1)
         dropped.append(report.saved.recomputed - before)
+        assert report.again == dropped[-1]
     assert dropped[0] > dropped[1] > dropped[2] == 0
 
 
@@ -339,7 +340,7 @@ def test_what_was_learnt_is_saved_and_restored(device: torch.device, free: dict[
         state = fitted.state_dict()
     del first, fitted
     moved = []
-    for known in ({"needs": {}, "least": {}}, state):
+    for known in ({"needs": {}, "least": {}, "again": {}}, state):
         run = Run("decoder", device)
         with dh.fit(run.model, budget) as fitted:
             fitted.load_state_dict(known)
@@ -410,6 +411,7 @@ def test_layers_are_checkpointed_no_more_than_the_budget_asks_for(
         weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
         assert all(torch.equal(*pair) for pair in zip(weights, again.weights, strict=True))
         assert report.checkpoints == 12
+        assert (report.again == 0) == (report.checkpoints_off == 12) or not report.checkpoints_off
         assert list(map(_flag, layers)) == flags, "after remove all are checkpointed again"
         off.append(report.checkpoints_off)
         del run, fitted, layers, flags
