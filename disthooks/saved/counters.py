@@ -26,7 +26,7 @@ from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes
 from disthooks._torch import in_transform
 from disthooks.saved.report import SavedReport, SiteReport, shared_out
-from disthooks.saved.stores.base import Store, StoreReport
+from disthooks.saved.stores.base import Store
 
 _STEPS = 16  # how many steps a report has figures of
 
@@ -329,9 +329,7 @@ class Counters:
             return SavedReport(
                 calls=self._calls,
                 stored=total.stored,
-                moved=min(total.moved, _given_away(tiers))
-                if tiers[1:] and tiers[0].name == "OnDevice()"
-                else total.moved,
+                moved=total.moved,
                 shared=total.shared,
                 kept=total.kept,
                 kept_by=dict(self._kept),
@@ -358,8 +356,3 @@ class Counters:
                 told=tuple(self.warned.texts.values()),
                 uncalled=tuple(uncalled),
             )
-
-
-def _given_away(tiers: Sequence[StoreReport]) -> int:
-    """Bytes that the stores behind an ``OnDevice`` got, of all attachments that use them."""
-    return sum(tier.written + tier.never_written + tier.in_flight for tier in tiers[1:])

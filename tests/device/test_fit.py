@@ -371,8 +371,6 @@ def test_with_as_many_bytes_as_are_missing_nothing_moves(device: torch.device) -
         budget += int(1.05 * missing[0]) + (1 << 20)  # beside it a part of each budget is left free
     assert missing[0] > 1 << 20
     assert missing[1] == 0
-    saved = run.fitted.report().saved
-    assert 0 < saved.moved < saved.stored / 2, "what stays on the device was not moved"
 
 
 def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device) -> None:
