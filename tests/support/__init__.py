@@ -9,6 +9,10 @@ import types
 import pytest
 
 import disthooks
+from tests.support import seeds
+
+# Here, because each process of the tests imports this package, before it takes a seed.
+seeds.shift()
 
 #: Of the repository.
 ROOT = pathlib.Path(__file__).parents[2]
