@@ -24,6 +24,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ from disthooks.grads.stats.magnitudes import edges
 
 VARIABLE = "DISTHOOKS_RUN"
 SCHEMA = 2  # see [Note: columns]
+_WHOLE = re.compile(r"(?<=[\[,])-?\d+(?=[,\]])")  # a number without point and exponent, in a list
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 _lock = new_lock()
@@ -214,11 +216,13 @@ def _whole(record: Mapping[str, Any], run: str) -> dict[str, Any]:
 
 
 def _column(values: list[Any]) -> str:
-    try:
-        if all(map(math.isfinite, values)):
-            return f"[{','.join(map('{:.7g}'.format, values))}]"
-    except TypeError:  # there is a value that is no number
-        pass
+    """A list in JSON, whose floats have seven digits, and are floats also where they are whole.
+
+    >>> _column([0.0, 1.25, 1e20]), _column([12345678, None, float("nan")])
+    ('[0.0,1.25,1e+20]', '[12345678, null, "nan"]')
+    """
+    if set(map(type, values)) == {float} and all(map(math.isfinite, values)):
+        return _WHOLE.sub(r"\g<0>.0", f"[{','.join(map('{:.7g}'.format, values))}]")
     rounded = [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
     return json.dumps(_strict(rounded), allow_nan=False)
 
