@@ -435,6 +435,11 @@ def unscale(scaler: Any, optimizer: Any) -> None:
         scaler.unscale_(optimizer)
 
 
+def found_inf(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
+    """The numbers by which ``scaler`` decides whether ``optimizer`` steps in this iteration: above 0, it does not."""
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
 @contextlib.contextmanager
 def name_of_next_group(name: str) -> Iterator[None]:
     """Inside, ``torch.distributed.new_group(use_local_synchronization=True)`` names its group ``name``.

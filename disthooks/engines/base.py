@@ -254,6 +254,8 @@ class Engine:
         trains_alone: whether each process trains a model of its own, as far as the engine knows, though there may be
             several processes.
         may_step_unreduced: whether ranks may step with gradients that nobody reduced, each for itself (local SGD).
+        reduces_late: whether a gradient is reduced after the hooks of its parameter have run, so that no optimizer can
+            step in such a hook.
         has_other_parts: whether there are other models, or other ranks with models of their own.
         has_named_state: whether the optimizer keeps its state by parameter, not by partition.
         can_exclude_parameters: whether single parameters can be left out of a step (``skip.exclude_from_step``).
@@ -263,6 +265,7 @@ class Engine:
     label: ClassVar[str] = "a plain module"
     trains_alone: ClassVar[bool] = False
     may_step_unreduced: ClassVar[bool] = False
+    reduces_late: ClassVar[bool] = False
     has_other_parts: bool = False
     has_named_state: bool = True
     can_exclude_parameters: bool = True

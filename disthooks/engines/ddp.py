@@ -44,6 +44,7 @@ class Ddp(Engine):
 
     label = "DDP"
     may_step_unreduced = True
+    reduces_late = True
 
     def __init__(self, model: nn.Module) -> None:
         wrapper: Any = model

@@ -258,6 +258,7 @@ class Fsdp1(Engine):
     """
 
     label = "FSDP1"
+    reduces_late = True
 
     def __init__(self, model: nn.Module) -> None:
         units = ((name, module) for name, module in model.named_modules() if is_of_class(module, _FSDP1))

@@ -107,6 +107,7 @@ class Joined(Engine):
         self.label = " and ".join(dict.fromkeys(engine.label for engine in engines))  # type: ignore[misc]
         self.trains_alone = all(engine.trains_alone for engine in engines)  # type: ignore[misc]
         self.may_step_unreduced = False  # type: ignore[misc]
+        self.reduces_late = any(engine.reduces_late for engine in engines)  # type: ignore[misc]
         self.has_named_state = all(engine.has_named_state for engine in engines)
         self.can_exclude_parameters = all(engine.can_exclude_parameters for engine in engines)
         failure = ""

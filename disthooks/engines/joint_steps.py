@@ -3,23 +3,34 @@
 # [Note: optimizers that step together]
 # A loop with two optimizers runs one backward and calls both steps. Before the first of these steps all gradients are
 # final. So functions run there, once, and see the gradients of all optimizers; the other optimizers get the same
-# decision. A joint step ends when each optimizer has stepped. An optimizer may step in every second iteration only: if
-# an optimizer steps that has stepped already, or that has gradients of a later backward (`PreparedStep`), another joint
-# step begins. What runs after the update then runs before that. All ranks run the same program, so their joint steps
-# begin at the same calls.
+# decision. A joint step ends when each optimizer has stepped. If an optimizer steps that has stepped already, or that
+# has gradients of a later backward (`PreparedStep`), another joint step begins. All ranks run the same program, so
+# their joint steps begin at the same calls.
+# When the first optimizer steps, nothing tells whether the others will. If one of them does not, a norm was measured
+# with its gradients, and a rule has changed gradients that the next backward adds to. So that is an error when the next
+# joint step begins, unless a `GradScaler` kept the optimizer back, or all of its parameters are frozen. A loop whose
+# optimizers step at different times tells which ones step: `begin_step(optimizers=[a])`. The gradients of the others
+# are taken away while functions run, so they are neither measured nor changed.
 # `GradScaler.step` takes the scale out of the gradients of one optimizer, just before it steps. So the gradients of the
 # others are unscaled before functions run; `GradScaler` remembers that.
+#
+# [Note: optimizers that step inside backward]
+# torch's tutorial on memory has an optimizer for each parameter, which steps in a post-accumulate hook and frees the
+# gradient. No moment has all gradients then. Such a step is a joint step of that optimizer alone, and functions learn
+# that it is inside backward: rules for one gradient at a time work, and all others are an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from disthooks._torch import scaler_under_way, unscale
+from disthooks._torch import backward_id, found_inf, in_backward, scaler_under_way, unscale
 from disthooks.engines.optimizer_step import CallbackHandle, PreparedStep, StepCallback, StepHooks, joint_decision
 from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import UsageError
@@ -40,6 +51,9 @@ class JointSteps:
         optimizers: the optimizers.
         before: called once for a joint step, with this object.
         after: called when all optimizers have made their updates.
+        stepping: the optimizers of the joint step that was begun last.
+        is_in_backward: whether it was begun inside backward; see [Note: optimizers that step inside backward].
+        is_first_in_backward: whether it was the first one of that backward.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -58,8 +72,12 @@ class JointSteps:
                         f"{type(optimizer).__name__}: each parameter belongs to one optimizer"
                     )
         self._handles: list[CallbackHandle] = []
+        self.stepping: tuple[Any, ...] = self.optimizers
+        self.is_in_backward = self.is_first_in_backward = False
+        self._backward = -1  # the number of the backward in which the last joint step was begun
         self._decision: torch.Tensor | None = None
         self._excluded: list[nn.Parameter] = []
+        self._found_inf: dict[int, list[torch.Tensor]] = {}  # of the scaler, by place
         # The optimizers that have not asked for the decision yet, and those that have not stepped yet, by place.
         self._prepared: dict[int, PreparedStep] = {}
         self._unstepped: set[int] = set()
@@ -99,12 +117,40 @@ class JointSteps:
 
     def prepare(self, scaler: Any = None) -> None:
         """Run ``before`` now; it does not run again in the steps that come next. See :meth:`StepHooks.prepare`."""
-        for optimizer in self.optimizers:
+        # A loop that clips the gradients of each optimizer by itself calls this several times in one joint step.
+        waiting = [self.optimizers[place] for place in sorted(self._unstepped) if self._waits(place)]
+        for optimizer in waiting if waiting and _told.chosen is None else self._chosen():
             StepHooks.of(optimizer).prepare(scaler)
+
+    @contextlib.contextmanager
+    def only(self, optimizers: Iterable[Any]) -> Iterator[None]:
+        """Inside, a joint step that begins is one of ``optimizers`` alone.
+
+        Raises:
+            UsageError: when one of them is none of these optimizers.
+        """
+        chosen = list(optimizers)
+        if not chosen or any(all(one is not other for other in self.optimizers) for one in chosen):
+            raise UsageError(f"begin_step(optimizers={chosen!r}): give some of the optimizers of {self!r}")
+        _told.chosen = chosen
+        try:
+            yield
+        finally:
+            _told.chosen = None
 
     def exclude(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make the optimizers leave ``parameters`` as they are in this joint step."""
         self._excluded = list(parameters)
+
+    def _chosen(self) -> list[Any]:
+        """The optimizers whose joint step begins now, as far as the loop has told."""
+        told = _told.chosen
+        return [one for one in self.optimizers if told is None or any(one is other for other in told)]
+
+    def _waits(self, place: int) -> bool:
+        """Whether an optimizer still has the gradients with which the joint step was begun."""
+        optimizer, prepared = self.optimizers[place], self._prepared.get(place)
+        return StepHooks.of(optimizer).is_prepared() or (prepared is not None and prepared.is_under_way(optimizer))
 
     def _before_step(self, place: int, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         prepared = self._prepared.pop(place, None)
@@ -119,14 +165,21 @@ class JointSteps:
 
     def _begin(self, place: int, args: Any, kwargs: Any) -> None:
         self._end()
+        self.is_in_backward = in_backward()
+        self.is_first_in_backward = backward_id() != self._backward
+        self._backward = backward_id()
+        self.stepping = (self.optimizers[place],) if self.is_in_backward else tuple(self._chosen())
         scaler = scaler_under_way()
-        others = [(i, other) for i, other in enumerate(self.optimizers) if i != place]
-        for _, other in others if scaler is not None and scaler.is_enabled() else ():
+        others = [(i, one) for i, one in enumerate(self.optimizers) if i != place and one in self.stepping]
+        for i, other in others if scaler is not None and scaler.is_enabled() else ():
             unscale(scaler, other)
+            self._found_inf[i] = found_inf(scaler, other)
         self._excluded = []
-        self._decision = joint_decision([each.run(self, args, kwargs) for each in self.before])
+        left_out = [one for one in self.optimizers if one not in self.stepping]
+        with _without_gradients(left_out):
+            self._decision = joint_decision([each.run(self, args, kwargs) for each in self.before])
         self._prepared = {i: PreparedStep(other, self._decision) for i, other in others}
-        self._unstepped = set(range(len(self.optimizers)))
+        self._unstepped = {place, *self._prepared}
 
     def _after_step(self, place: int) -> None:
         self._unstepped.discard(place)
@@ -134,10 +187,30 @@ class JointSteps:
             self._run_after()
 
     def _end(self) -> None:
-        """End the joint step, in which an optimizer may not have stepped."""
-        if self._unstepped and len(self._unstepped) < len(self.optimizers):
-            self._run_after()
+        """End the joint step, if not all of its optimizers have stepped.
+
+        Raises:
+            UsageError: when nothing explains why an optimizer has not stepped that belongs to the joint step.
+        """
+        unstepped, kept_back = self._unstepped, self._found_inf
+        has_begun = len(unstepped) < len(self.stepping)  # if none has stepped, the loop has left the iteration out
         self._forget()
+        if not unstepped or not has_begun:
+            return
+        self._run_after()
+        for place in sorted(unstepped):
+            optimizer = self.optimizers[place]
+            is_kept_back = any(bool(found) for found in kept_back.get(place, ()))
+            if not is_kept_back and any(parameter.requires_grad for parameter in parameters_of(optimizer)):
+                self._raise_unstepped(type(optimizer).__name__, place)
+
+    def _raise_unstepped(self, name: str, place: int) -> None:
+        raise UsageError(
+            f"{self!r} were attached together, and in the last step {name} (number {place}) did not step, though its "
+            "gradients were measured and changed with the others. If they step at different times, call "
+            "watch.begin_step(optimizers=[...]) with those that step now, just before the first of them steps; or call "
+            "gradients() for each optimizer by itself"
+        )
 
     def _run_after(self) -> None:
         for run in list(self.after):
@@ -146,7 +219,29 @@ class JointSteps:
     def _forget(self) -> None:
         for prepared in self._prepared.values():
             prepared.remove_hooks()
-        self._prepared, self._unstepped, self._decision = {}, set(), None
+        self._prepared, self._unstepped, self._decision, self._found_inf = {}, set(), None, {}
+
+
+class _Told(threading.local):
+    """The optimizers that the loop has told to step now; None if it has told nothing."""
+
+    chosen: list[Any] | None = None
+
+
+_told = _Told()
+
+
+@contextlib.contextmanager
+def _without_gradients(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Inside, the parameters of ``optimizers`` have no gradients."""
+    taken = [(parameter, parameter.grad) for one in optimizers for parameter in parameters_of(one)]
+    for parameter, _ in taken:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in taken:
+            parameter.grad = grad
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:

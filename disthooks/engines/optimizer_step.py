@@ -189,9 +189,13 @@ class StepHooks:
         optimizer = self._optimizer()
         if optimizer is None or self._calls > 1:  # in a repeated closure, functions run when the closure is done
             return
-        if self._prepared is None or not self._prepared.is_under_way(optimizer):
+        if not self.is_prepared():
             self._take_prepared()
             self._prepared = PreparedStep(optimizer, self._run(optimizer, (), {}))
+
+    def is_prepared(self) -> bool:
+        """Whether :meth:`prepare` has begun the step that the optimizer makes next."""
+        return self._prepared is not None and self._prepared.is_under_way(self._optimizer())
 
     def make(self, true: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Make the step by calling ``true``, unless the step is skipped; see [Note: the step itself]."""

@@ -15,6 +15,7 @@ from torch import nn
 from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import Pattern
 from disthooks._ranks import has_several_ranks
+from disthooks.engines.base import inner_optimizer
 from disthooks.engines.joint_steps import JointSteps, optimizers_of
 from disthooks.engines.optimizer_step import OnRepeat
 from disthooks.engines.skip import exclude_from_step
@@ -122,7 +123,7 @@ class Gradients(Attachment):
 
     # In each step.
 
-    def begin_step(self, scaler: Any = None) -> None:
+    def begin_step(self, scaler: Any = None, optimizers: Iterable[Any] | None = None) -> None:
         """Measure and apply the rules now, on gradients that are final; the next step does not do it again.
 
         This is for loops that clip gradients by code of their own: call it on every rank just before the loop clips,
@@ -131,10 +132,36 @@ class Gradients(Attachment):
         the optimizer run. In a step with a closure, call it in the closure, after backward. DeepSpeed clips inside its
         step, after disthooks: there this does nothing.
 
+        Several optimizers that were attached together step together. If one of them steps less often, or at another
+        time, call this just before the first that steps, with those that step now: the gradients of the others are
+        neither measured nor changed.
+
         Args:
             scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` is called first.
+            optimizers: those of the attached optimizers that step now; None for all.
+
+        Raises:
+            UsageError: when one of ``optimizers`` is not attached.
+
+        >>> from disthooks import ClipNorm, gradients
+        >>> model = nn.ParameterList([nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))])
+        >>> often, seldom = (torch.optim.SGD([parameter], lr=1.0) for parameter in model)
+        >>> with gradients(model, [often, seldom], rules=[ClipNorm(1.0)]) as watch:
+        ...     (3 * model[0] + 4 * model[1]).backward()
+        ...     watch.begin_step(optimizers=[often])
+        ...     often.step()
+        >>> model[0].grad, model[1].grad
+        (tensor(1.0000), tensor(4.))
         """
-        self._checks.engine.begin_step(self._checks.optimizer, scaler)
+        engine, optimizer = self._checks.engine, self._checks.optimizer
+        if optimizers is None:
+            engine.begin_step(optimizer, scaler)
+            return
+        chosen = [inner_optimizer(each) for each in optimizers]
+        if not isinstance(optimizer, JointSteps):
+            raise UsageError("begin_step(optimizers=...) is for several optimizers: this attachment has one")
+        with optimizer.only(chosen):
+            engine.begin_step(optimizer, scaler)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Hand in the loss of a micro-batch, on each rank that has one; nothing waits for it.
@@ -183,6 +210,9 @@ class Gradients(Attachment):
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Measure and rewrite; returns whether to leave the step out, as a bool on the device."""
         self._checks.before_step(optimizer, self.steps)
+        if isinstance(optimizer, JointSteps) and optimizer.is_in_backward:
+            self._rewrite_in_backward(optimizer)
+            return None
         if self._checks.is_left_to_ranks():
             self._runner.local_hooks.take()
             self._runner.forward_hooks.take(self._runner.device, is_logged=False)
@@ -194,8 +224,10 @@ class Gradients(Attachment):
             self._publish(self._records.read(wait=False))
         is_logged, is_measured = self._is_logged(), self._is_measured()
         self._settings = self._largest_settings() if is_measured else {}
+        stepping = optimizer.stepping if isinstance(optimizer, JointSteps) else self.optimizers
         is_frequent = self._config.every == 1 or self._config.recent > 0 or bool(self._runner.plan.after.rules)
-        result = self._runner.run(self.steps, is_measured, is_frequent, self.optimizers)
+        has_others = len(stepping) < len(self.optimizers)
+        result = self._runner.run(self.steps, is_measured, is_frequent, stepping, has_others)
         excluded = [shard.parameter for shard in result.excluded]
         if isinstance(optimizer, JointSteps):
             optimizer.exclude(excluded)
@@ -209,6 +241,30 @@ class Gradients(Attachment):
             self._record(self.steps, result, is_logged)
         self._begin_next_step()
         return decision
+
+    def _rewrite_in_backward(self, joint: JointSteps) -> None:
+        """Apply the rules to the gradients of the one optimizer that steps; all those of a backward count as one step.
+
+        See [Note: optimizers that step inside backward] in engines/joint_steps.py.
+        """
+        name, has_collectives = type(joint.stepping[0]).__name__, self._runner.group is not None
+        refused = [repr(bound.rule) for bound in self._runner.plan.rules if not bound.rule.takes_one(has_collectives)]
+        refused += [repr(each) for each in (*self._config.stats, *self._config.sinks)]
+        if refused:
+            raise UsageError(
+                f"{name} steps inside backward, where the gradients of the other optimizers are not there yet, and "
+                f"{', '.join(refused)} needs all of them. Rules for one gradient at a time work there: ClipValue, "
+                "Scale, Sanitize, Noise, a function, and in one process ClipNorm(by='parameter'). For all others step "
+                "after backward"
+            )
+        if self._checks.engine.reduces_late:
+            raise UsageError(
+                f"{name} steps inside backward, before {self._checks.engine.label} has reduced the gradient, so each "
+                "rank would train another model: step after backward, or use fully_shard"
+            )
+        if joint.is_first_in_backward:
+            self._begin_next_step()
+        self._runner.run(self.steps - 1, False, False, joint.stepping)
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -13,7 +13,7 @@ optimizer will use (step.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -167,12 +167,18 @@ class LocalGradientHooks:
         """Begin ``step``: the next gradients belong to it. Statistics get all facts of them if it ``is_logged``."""
         self.rules.step, self._is_logged = step, is_logged
 
-    def take(self) -> list[LocalStats]:
-        """The numbers that were kept of each parameter since the last call. Called once in each step."""
+    def take(self, left_out: Iterable[int] = ()) -> list[LocalStats]:
+        """The numbers that were kept of each parameter since the last call. Called once in each step.
+
+        Args:
+            left_out: the places of parameters whose optimizer does not step, so that their numbers stay for its step.
+        """
         self.rules.forget_batches()
         if not self._stats:
             return self._no_stats
-        stats, self._stats = self._stats, {}
+        stay = {self._indices[place] for place in left_out}
+        stats = {index: found for index, found in self._stats.items() if index not in stay}
+        self._stats = {index: found for index, found in self._stats.items() if index in stay}
         return [stats.get(index, _NO_STATS) for index in self._indices]
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:

@@ -290,7 +290,7 @@ class WatchedSteps:
             mean = statistics.fmean(self._norms)
             deviation = math.sqrt(statistics.fmean([(each - mean) ** 2 for each in self._norms]))
             self.spikes += [step] if norm > mean + _DEVIATIONS * deviation > 0 else []
-        if math.isfinite(norm):
+        if math.isfinite(norm) and norm > 0:  # a norm of 0 says nothing about how large gradients are
             self._norms.append(norm)
 
     def take_peak(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import refuse_reduced, refuse_replicate
-from disthooks.engines.joint_steps import optimizers_of
+from disthooks.engines.joint_steps import optimizers_of, parameters_of
 from disthooks.engines.snapshot import OptimizerSnapshot
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
@@ -232,7 +232,9 @@ class StepRunner:
         """The norm of all gradients in the last step, before any rule; None if nothing measured it."""
         return None if self._squares is None else Power(2.0).norm(self._squares, dim=0)
 
-    def run(self, step: int, is_logged: bool, reuse_copies: bool, optimizers: Sequence[Any]) -> StepResult:
+    def run(
+        self, step: int, is_logged: bool, reuse_copies: bool, optimizers: Sequence[Any], has_others: bool = False
+    ) -> StepResult:
         """Measure the gradients, and rewrite them in place.
 
         Args:
@@ -240,6 +242,7 @@ class StepRunner:
             is_logged: whether this step will be logged.
             reuse_copies: whether the copies of the parameters stay in memory for the next logged step.
             optimizers: the optimizers that step.
+            has_others: whether there are others that do not step now; their parameters have no gradients here.
         """
         self._update, self._step = None, step
         self._deferred_errors.check()
@@ -251,7 +254,11 @@ class StepRunner:
         if scale is not None:  # See [Note: whose units].
             wide = (g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in final)
             grads = [None if grad is None else grad / scale for grad in wide]
-        result = self._run_rounds(grads, local_scale, step, is_logged)
+        left_out: list[int] = []
+        if has_others:
+            mine = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+            left_out = [i for i, parameter in enumerate(self._parameters) if id(parameter) not in mine]
+        result = self._run_rounds(grads, local_scale, step, is_logged, left_out)
         if scale is not None:
             for i in self.plan.rewritten:
                 copy, grad = grads[i], final[i]
@@ -281,9 +288,10 @@ class StepRunner:
         if any(shard.values().numel() for shard in self.plan.shards):
             warnings.warn(
                 f"step {step}, rank {global_rank()}: {what} in {len(self.plan.shards)} parameters when "
-                "optimizer.step() begins: rules do nothing, and the log says 0. If another optimizer steps in "
-                "backward, in a hook that zeroes gradients, attach to that one: gradients(model, that_optimizer). If "
-                "not, call step() after backward() and before zero_grad(). This is said once",
+                "optimizer.step() begins: rules do nothing, and the log says 0. If other optimizers step in backward, "
+                "in hooks that zero gradients, attach to those, with rules for one gradient at a time: "
+                "gradients(model, those_optimizers, rules=[ClipValue(...)]). If not, call step() after backward() and "
+                "before zero_grad(). This is said once",
                 stacklevel=2,
             )
 
@@ -319,9 +327,11 @@ class StepRunner:
                     shard.values().copy_(copy)
         return result
 
-    def _run_rounds(self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool) -> StepResult:
+    def _run_rounds(
+        self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool, left_out: Sequence[int]
+    ) -> StepResult:
         result, shards = StepResult(), self.plan.shards
-        local_stats, forward = self.local_hooks.take(), self.forward_hooks.take(self.device, is_logged)
+        local_stats, forward = self.local_hooks.take(left_out), self.forward_hooks.take(self.device, is_logged)
         for part in self.plan.rounds:
             layout = part.layout(is_logged)
             inputs = self._inputs(grads)._replace(

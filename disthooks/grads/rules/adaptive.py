@@ -33,7 +33,8 @@ class ClipPercentile(Rule):
     later package keeps 1000 norms, and so does this rule. The gradients are then multiplied by the formula of
     :class:`~disthooks.ClipNorm`.
 
-    A norm that is not finite does not enter the history. Such a norm makes the gradients NaN, as
+    A norm of 0 does not enter the history, because it says nothing about how large gradients are: a batch whose labels
+    are all masked has one. A norm that is not finite does not enter it either. Such a norm makes the gradients NaN, as
     :class:`~disthooks.ClipNorm` does, so put :class:`~disthooks.SkipNonFinite` before this rule. The log gets
     ``grad_norm``, ``grad_norm_clipped``, ``clip_ratio`` and ``clip_threshold``. The history is in ``state_dict()`` of
     the attachment.
@@ -81,13 +82,14 @@ class ClipPercentile(Rule):
 
     def rewrite(self, work: Work) -> None:
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
-        norms, count, finite = state["norms"], state["count"], torch.isfinite(norm)
+        norms, count, is_valid = state["norms"], state["count"], torch.isfinite(norm) & (norm > 0)
         # The norms are a ring, and the oldest one is overwritten. Only the device knows the count, so the count is
         # compared with all places of the ring. See [Note: no host sync] in grads/records.py.
         here = torch.arange(self.window, device=norms.device) == count % self.window
-        norms.copy_(torch.where(here & finite, norm, norms))
-        count.add_(finite)
-        threshold = percentile(norms, count, self.percentile)
+        norms.copy_(torch.where(here & is_valid, norm, norms))
+        count.add_(is_valid)
+        # Before the first norm nothing is clipped.
+        threshold = torch.where(count > 0, percentile(norms, count, self.percentile), norm)
         clip_to(work, self.norm_type, norm, threshold)
         work.log["clip_threshold"] = threshold
 
@@ -128,7 +130,8 @@ class ClipZScore(Rule):
     Then ``mean = alpha * mean + (1 - alpha) * x`` and ``var = alpha * var + (1 - alpha) * (x - mean)**2``, where ``x``
     is the norm after clipping, and ``mean`` in the second formula is the new mean.
 
-    A norm that is not finite does not change mean and variance. Such a norm makes the gradients NaN, as
+    A norm of 0, which says nothing about how large gradients are, does not change mean and variance, and is none of the
+    ``warmup_steps``; nor does a norm that is not finite. Such a norm makes the gradients NaN, as
     :class:`~disthooks.ClipNorm` does, so put :class:`~disthooks.SkipNonFinite` before this rule. The log gets
     ``grad_norm``, ``grad_norm_clipped``, ``clip_ratio``, and ``grad_norm_z``, which is 0 during warm-up; and
     ``grad_norm_mean`` and ``grad_norm_std`` of the steps before this one. Mean and variance are in ``state_dict()`` of
@@ -193,7 +196,7 @@ class ClipZScore(Rule):
         mean, variance, count = state["mean"], state["variance"], state["count"]
         # Copies, because the state changes below, and the log gets the values before this step.
         mean_before, std_before = mean.clone(), variance.sqrt()
-        is_warm, is_finite = count >= self.warmup_steps, torch.isfinite(norm)
+        is_warm, is_valid = count >= self.warmup_steps, torch.isfinite(norm) & (norm > 0)
 
         # The limit is infinite during warm-up, and for a norm that is no outlier.
         z = (norm - mean_before) / (std_before + self.eps)
@@ -212,9 +215,9 @@ class ClipZScore(Rule):
         share = torch.where(is_warm, 1 - self.alpha, 1 / (count + 1).double())
         new = mean + share * (clipped - mean)
         deviation = torch.where(is_warm, clipped - new, clipped - mean) * (clipped - new)
-        variance.copy_(torch.where(is_finite, variance + share * (deviation - variance), variance))
-        mean.copy_(torch.where(is_finite, new, mean))
-        count.add_(is_finite)
+        variance.copy_(torch.where(is_valid, variance + share * (deviation - variance), variance))
+        mean.copy_(torch.where(is_valid, new, mean))
+        count.add_(is_valid)
 
         clip_to(work, self.norm_type, norm, limit if self.max_norm is None else limit.clamp(max=self.max_norm))
         name = norm_label(self.norm_type)

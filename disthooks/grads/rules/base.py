@@ -184,6 +184,10 @@ class Rule:
             "one gradient at a time: ClipValue, ClipNorm(by='parameter'), Scale, Sanitize, Noise or a function"
         )
 
+    def takes_one(self, has_collectives: bool) -> bool:
+        """Whether it needs nothing but one gradient, and with ``has_collectives`` nothing of other ranks either."""
+        return not self.local_error() and not (has_collectives and self.measures())
+
 
 @dataclass(frozen=True)
 class Function(Rule):

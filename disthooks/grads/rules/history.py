@@ -8,6 +8,8 @@ import torch
 
 from disthooks.grads.rules.base import State
 
+_CONSTANT = 1e-9  # a smaller deviation from the mean is rounding: 1e-16 for each of up to some thousand numbers
+
 
 @dataclass(frozen=True)
 class History:
@@ -51,6 +53,9 @@ class History:
     def limit(self, state: State, name: str, least_ratio: float = 0.0) -> torch.Tensor:
         """The largest number that is no spike; infinity while there are fewer than ``least`` numbers.
 
+        It is infinity also if the numbers are all the same, unless ``least_ratio`` is given: they do not tell how far a
+        number may be from them, and a limit that equals them would never rise again.
+
         Args:
             state: the state of the rule.
             name: the name of the number.
@@ -58,7 +63,9 @@ class History:
         """
         mean, deviation = self.mean(state, name)
         limit = torch.maximum(mean + self.sigmas * deviation, least_ratio * mean)
-        return torch.where(state[f"{name}_count"] >= self.least, limit, torch.inf)
+        varies = deviation > _CONSTANT * mean.abs()
+        is_known = (state[f"{name}_count"] >= self.least) & (varies | (least_ratio > 0))
+        return torch.where(is_known, limit, torch.inf)
 
     def push(self, state: State, name: str, number: torch.Tensor, is_valid: torch.Tensor) -> None:
         """Put ``number`` into the history, where ``is_valid`` is true."""

@@ -124,7 +124,8 @@ class SkipSpike(Rule):
     def compare(self, work: Work) -> torch.Tensor:
         """Whether the numbers of this step are a spike; put them into the history, and log both."""
         norm = Power(2.0).norm(work.values[0], dim=0)
-        numbers = {"grad_norm": (norm, torch.ones_like(norm, dtype=torch.bool))} if self.norm else {}
+        # A norm of 0 is no spike, and says nothing about how large gradients are.
+        numbers = {"grad_norm": (norm, norm != 0)} if self.norm else {}
         if self.loss:
             total, ranks = work.values[1]
             numbers["loss"] = total / ranks, ranks > 0

@@ -464,8 +464,8 @@ class NoiseScale(Stat):
     Both are averaged over logged steps by moving averages with ``decay``, and ``noise_scale`` is the ratio of the
     averages. It is None while the average of ``|G|²`` is not positive. The averages are logged too, as
     ``noise_scale_trace`` and ``noise_scale_norm2``. Choose a small ``every``, because the estimates of one step are
-    mostly noise. A step with a gradient that is not finite does not enter the averages. The averages are part of
-    ``state_dict()``.
+    mostly noise. A step whose gradients are not finite, or are all 0, does not enter the averages. The averages are
+    part of ``state_dict()``.
 
     The estimates are right if the final gradient is the mean over ranks of the sum over micro-batches, as DDP and FSDP
     compute it. It makes no difference whether you divide the loss by the number of micro-batches. Loss scales are
@@ -522,8 +522,8 @@ class NoiseScale(Stat):
             return {}
         small, large = squares / ranks, final[:, 0]
         norm2, trace = self.estimates(small, large, float(self.batch_size), self.batch_size * batches)
-        # A step with a gradient that is not finite leaves the averages as they are.
-        good = norm2.isfinite() & trace.isfinite()
+        # A step with a gradient that is not finite, or exactly 0, leaves the averages as they are.
+        good = norm2.isfinite() & trace.isfinite() & (small > 0)
         for name, value in (("norm2", norm2), ("trace", trace), ("weight", torch.ones_like(norm2))):
             moved = self.decay * state[name] + (1 - self.decay) * value
             state[name].copy_(torch.where(good, moved, state[name]))

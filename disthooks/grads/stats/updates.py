@@ -152,7 +152,8 @@ class Updates(Stat):
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         moved, before = (squares[:, 0].sqrt() for squares in values)
-        return {"update_norm": moved, "update_ratio": moved / before}
+        # A bias that is 0 and has not moved has the ratio 0, and not NaN.
+        return {"update_norm": moved, "update_ratio": torch.where(moved == 0, 0.0, moved / before)}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         recorded = super().record(found, state)

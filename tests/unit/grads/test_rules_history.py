@@ -23,7 +23,8 @@ NORMS = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6, 5.3, 0.0, 8.0]
 @pytest.mark.parametrize("q", [0, 10.0, 37.5, 100])
 def test_percentile_is_numpys(q: float, window: int) -> None:
     for i, (norm, log) in enumerate(normed(dh.ClipPercentile(q, window), NORMS)):
-        threshold = float(np.percentile(NORMS[max(0, i + 1 - window) : i + 1], q))
+        seen = [each for each in NORMS[: i + 1] if each > 0]
+        threshold = float(np.percentile(seen[-window:], q))
         assert close(log["clip_threshold"], threshold, 1e-12)
         assert close(norm, NORMS[i] * min(1.0, threshold / (NORMS[i] + 1e-6)), 1e-12)
         assert close(log["grad_norm"], NORMS[i], 1e-12)
@@ -40,6 +41,7 @@ def test_percentile_forgets_norms_that_are_none() -> None:
     assert math.isnan(thresholds[0])  # there is none yet
     assert thresholds[4] == thresholds[3]
     assert thresholds[6] == thresholds[5]
+    assert thresholds[dirty.index(0.0)] == thresholds[dirty.index(0.0) - 1], "0 enters no history"
     assert all(math.isnan(norm) for (norm, _), given in zip(found, dirty, strict=True) if not math.isfinite(given))
 
 
@@ -101,12 +103,35 @@ def test_z_score_by_hand() -> None:
 
 @pytest.mark.parametrize("warm", [2, 9])
 def test_z_score_forgets_norms_that_are_none(warm: int) -> None:
-    rule = dh.ClipZScore(0.9, 1.0, warm)
-    dirty = [math.nan, *NORMS[:3], math.inf, *NORMS[3:], math.inf, 1.0]
+    rule, clean = dh.ClipZScore(0.9, 1.0, warm), [norm for norm in NORMS if norm > 0]
+    dirty = [0.0, math.nan, *NORMS[:3], math.inf, *NORMS[3:], math.inf, 1.0]
     found = normed(rule, dirty)
-    kept = [item for item, norm in zip(found, dirty, strict=True) if math.isfinite(norm)]
-    assert kept[:-1] == [(n, log | {"step": s}) for (n, log), s in zip(normed(rule, NORMS), _steps(kept), strict=False)]
+    kept = [item for item, norm in zip(found, dirty, strict=True) if math.isfinite(norm) and norm > 0]
+    assert kept[:-1] == [(n, log | {"step": s}) for (n, log), s in zip(normed(rule, clean), _steps(kept), strict=False)]
     assert all(math.isnan(norm) for (norm, _), given in zip(found, dirty, strict=True) if not math.isfinite(given))
+
+
+#: A few batches without labels at the beginning, or one in eight, as with rewards that are all the same.
+SILENT = {"at first": [0.0] * 70 + [1.0 + 0.1 * (i % 3) for i in range(100)]}
+SILENT["now and then"] = [0.0 if i % 8 == 7 else 1.0 + 0.1 * (i % 3) for i in range(170)]
+LEARNING = [dh.ClipPercentile(), dh.ClipPercentile(0.0), dh.ClipZScore(), dh.AdaGC(warmup_steps=5)]
+LEARNING += [dh.SkipSpike(loss=False), dh.ClipUpdate()]
+
+
+@pytest.mark.parametrize("when", SILENT)
+@pytest.mark.parametrize("rule", LEARNING, ids=str)
+def test_gradients_of_exactly_0_do_not_stop_training(rule: Any, when: str) -> None:
+    norms = SILENT[when]
+    found = [norm for norm, log in normed(rule, norms) if not log.get("spike")]
+    assert len(found) == len(norms), "no step is left out"
+    for norm, given in zip(found, norms, strict=True):
+        assert norm == 0 if given == 0 else norm >= 0.79 * given
+
+
+def test_numbers_that_are_all_the_same_do_not_stop_training() -> None:
+    """A limit that equals them would never rise: all that follow would be spikes, and enter as the limit itself."""
+    found = normed(dh.SkipSpike(loss=False), [0.1] * 64 + [0.2] * 60)
+    assert sum(log["spike"] for _, log in found) < 6
 
 
 def _steps(found: Sequence[tuple[float, dict[str, Any]]]) -> list[int]:
