@@ -90,6 +90,7 @@ class Joined(Engine):
 
     Attributes:
         engines: the engine of each model.
+        experts: the shards of this rank that are experts.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Joined(Engine):
         self._has_stages = len({each.part[0] for described in everyone for each in described}) > 1
         self.has_other_parts = self._has_stages or len(engines) > 1
         self._refuse_scaler(scaler)
+        self.experts: list[Shard] = []
         self.shards = tuple(self._union(local, everyone))
 
     @property
@@ -203,7 +205,10 @@ class Joined(Engine):
             if here is not None:
                 self._local_of[index] = here.engine, here.index
                 shard = dataclasses.replace(here.engine.shards[here.index], name=name)
-                yield self._expert(shard, described, here.described.group) if one.group else shard
+                if one.group:
+                    shard = self._expert(shard, described, here.described.group)
+                    self.experts.append(shard)
+                yield shard
                 continue
             empty = torch.empty(0, dtype=getattr(torch, one.dtype), device=device)
             self._absent.append(nn.Parameter(empty, requires_grad=one.requires_grad and empty.is_floating_point()))

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -171,7 +172,31 @@ def _joined(engines: Sequence[Engine], optimizer: Any, process_group: Any, exper
     parameters = parameters_of(optimizer)
     device = collectives.device_for(group, parameters[0].device if parameters else torch.device("cpu"))
     gather = functools.partial(collectives.gather_distinct, group, device)
-    return Joined(engines, ranks, parameters, experts_of(experts, ranks), gather, scaler)
+    joined = Joined(engines, ranks, parameters, experts_of(experts, ranks), gather, scaler)
+    has_group = isinstance(experts, Mapping) and None not in experts.values()
+    if experts and not has_group:
+        _refuse_copies_of_experts(experts, joined, group, device)
+    return joined
+
+
+def _refuse_copies_of_experts(experts: Any, joined: Joined, group: Any, device: torch.device) -> None:
+    """Raise AttachError, on every rank, if two ranks have the same experts and no group was given."""
+    if collectives.is_alone(group):
+        return
+    checksums = Checksums()
+    values = [int(checksums(shard.values().detach())) for shard in joined.experts]
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
+    mark = int.from_bytes(digest, "little") if values else -1
+    marks = [int(each[0]) for each in collectives.gather(group, torch.tensor([mark], device=device))]
+    found = {mark: [rank for rank, each in zip(joined.ranks, marks, strict=True) if each == mark] for mark in marks}
+    alike = next((ranks for mark, ranks in found.items() if mark != -1 and len(ranks) > 1), [])
+    if alike:
+        raise AttachError(
+            f"experts={experts!r}: the ranks {alike} have the same values of these parameters. If they have copies of "
+            "the same experts, each copy would count: give the group whose ranks have different experts, "
+            "experts={pattern: group}. If they are different experts that begin alike, give all ranks: "
+            "experts={pattern: 'world'}"
+        )
 
 
 def _listed(what: str, given: Any) -> Iterable[Any]:

@@ -230,6 +230,11 @@ def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool
     return bool(any_flag), most == -least
 
 
+def is_alone(group: Any) -> bool:
+    """Whether no other rank tells anything: there is none, or the backend "fake" simulates them."""
+    return group is None or dist.get_backend(group) == "fake"
+
+
 def gather_distinct(group: Any, device: torch.device, item: Any) -> list[Any]:
     """The distinct values that the ranks give, in the order of the first rank of each; all ranks must call it.
 
@@ -244,7 +249,7 @@ def gather_distinct(group: Any, device: torch.device, item: Any) -> list[Any]:
     >>> gather_distinct(None, torch.device("cpu"), ("a", [1, (2, True)]))
     [('a', [1, (2, True)])]
     """
-    if group is None or dist.get_backend(group) == "fake":  # simulated ranks would send nothing
+    if is_alone(group):
         return [item]
     text = repr(item).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -515,6 +515,29 @@ def test_experts_that_nobody_names_are_an_error(ranks: Ranks, engine: str, is_sa
         assert ("AttachError" in said[0]) == (engine == "ddp" or not is_same_at_first)
 
 
+def _copies_without_a_group(rank: int, owners: int, experts: Any) -> str:
+    """The error at attach; ``owners`` ranks have different experts, and the others have copies of these."""
+    model, _ = _moe(rank, "fsdp2", owners)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    try:
+        watch = dh.gradients(model, optimizer, rules=rules(), experts=experts)
+    except AttachError as error:
+        return str(error)
+    with watch:
+        (model(_batch(0, rank)).square().mean() * 40.0).backward()
+        optimizer.step()
+        return "attached"
+
+
+def test_copies_of_experts_ask_for_their_group(four: Ranks) -> None:
+    """2 x 2: without the group whose ranks have different experts each copy would count."""
+    for said in four(_copies_without_a_group, 2, "experts.*"):
+        assert "the ranks [0, 2] have the same values" in said
+        assert "experts={pattern: group}" in said
+    assert four(_copies_without_a_group, 2, {"experts.*": "world"}) == ["attached"] * 4
+    assert four(_copies_without_a_group, 4, "experts.*") == ["attached"] * 4
+
+
 # --- what is refused, and what ends a joint step
 
 
