@@ -455,6 +455,26 @@ def name_of_next_group(name: str) -> Iterator[None]:
         module._process_group_name = before
 
 
+def collectives_so_far() -> int | None:
+    """How many collectives this process has started in all its groups; None if a backend does not count them.
+
+    >>> collectives_so_far()
+    0
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    module: Any = torch.distributed.distributed_c10d
+    try:
+        numbers: list[int] = [
+            group._get_backend(device)._get_sequence_number_for_group()
+            for group in module._world.pg_map
+            for device in group._device_types
+        ]
+    except RuntimeError:
+        return None
+    return sum(numbers)
+
+
 def ddp_under_way() -> Any:
     """The ``DistributedDataParallel`` whose forward runs now; None if there is none.
 

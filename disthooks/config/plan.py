@@ -40,7 +40,7 @@ from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
 from disthooks.saved.fit import FREE, Fitted, as_budget
-from disthooks.saved.pipeline import Droppable, Pipeline
+from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
@@ -71,11 +71,6 @@ class SavingPlan(Attachment):
     def report(self) -> SavedReport:
         """The sum of the reports of all entries, on this rank."""
         return sum((part.report() for part in self._parts), SavedReport())
-
-    def _limit_drops(self, droppable: Droppable) -> None:
-        """Let the Recompute of all entries together drop no more than ``droppable`` says."""
-        for part in self._parts:
-            part._limit_drops(droppable)
 
 
 @dataclass(frozen=True)
@@ -299,7 +294,7 @@ class Plan:
             raise
         saving = SavingPlan(attached, missed)
         if fits is not None:
-            saving.fitted = Fitted(model, saving, tiers, *fits)
+            saving.fitted = Fitted(model, attached, tiers, *fits)
             saving.on_remove(saving.fitted.remove)
         return saving
 

@@ -6,20 +6,34 @@
 # the layer has computed. Backward reads the last layer first: when it comes to an earlier layer, the tensors of the
 # last one are free, and the earlier one can be computed again in their room. So the last layers are switched off first.
 #
-# A layer with a part of an engine inside it keeps its checkpoint: when FSDP or ZeRO-3 computes such a layer again, it
-# gathers weights, and the ranks have to do that in the same order. Each rank switches its own layers without asking the
-# others, so what is switched must not change a collective. An engine that wraps the layer from outside gathers its
-# weights once for backward, with a checkpoint and without.
+# A layer may only be switched if its second computation has no other effect than its saved tensors:
+#
+# - Each rank switches its own layers without asking the others. A collective in the layer (tensor parallel, experts, a
+#   batch norm over ranks, FSDP inside) would run twice on one rank and once on another: ranks would wait for ever, or
+#   one would add up what belongs to another collective.
+# - A batch norm updates its running statistics in both computations, so they would depend on the budget.
+#
+# The first forward in training tells: what changes a buffer or starts a collective then keeps its checkpoint. An engine
+# around the layer gathers its weights once for backward, with a checkpoint and without. FSDP and ZeRO-3 inside a layer
+# are known by their marks as well, because weights that were fetched ahead start no collective in the layer. Messages
+# between two ranks (send, recv) are not counted by NCCL, and remain unseen.
+#
+# Layers are switched for one forward only. Between forwards the model is as its user made it: copies, pickles and
+# evaluations find no trace.
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
+from disthooks._handles import UncopiedHook
 from disthooks._match import canonical_name, is_of_class, unwrap_engine
+from disthooks._torch import collectives_so_far
 
 _FLAG = "gradient_checkpointing"  # the attribute of a layer of transformers
 _WRAPPER, _CALLS = "CheckpointWrapper", "checkpoint_fn"  # torch's wrapper, and its attribute that calls the layer
@@ -30,50 +44,114 @@ class CheckpointedLayers:
     """The layers of ``model`` whose checkpoints can be switched off, in the order of its modules.
 
     These are modules with ``gradient_checkpointing = True`` (transformers) and torch's ``CheckpointWrapper``
-    (``apply_activation_checkpointing``, torchtitan, accelerate). A function that the model itself gives to
+    (``apply_activation_checkpointing``, torchtitan, accelerate). A layer that changes a buffer or starts a collective
+    in its first forward in training is none of them any more. A function that the model itself gives to
     ``torch.utils.checkpoint.checkpoint`` has no switch.
 
     Args:
         model: may be wrapped by an engine; None for no layers.
         names: of the modules whose saved tensors are hooked. Other layers keep their checkpoints.
+        known: :attr:`known` of an earlier run of the same model.
 
+    >>> import torch
     >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    >>> layers = CheckpointedLayers(nn.Sequential(*(checkpoint_wrapper(nn.Linear(2, 2)) for _ in range(3))), [""])
+    >>> model = nn.Sequential(*(checkpoint_wrapper(nn.Linear(2, 2)) for _ in range(3)))
+    >>> layers = CheckpointedLayers(model, [""])
+    >>> len(layers), layers.known, model(torch.ones(2)).shape, layers.known
+    (3, {}, torch.Size([2]), {'0': True, '1': True, '2': True})
     >>> layers.switch_off(2)
-    >>> len(layers), layers.off
-    (3, 2)
+    >>> layers.switch_on()
     """
 
-    def __init__(self, model: nn.Module | None, names: Iterable[str]) -> None:
-        found = () if model is None else _layers(unwrap_engine(model))
-        # Weak: hooks of the model hold this object, and a model in a cycle would keep its memory.
-        self._layers = [weakref.ref(layer) for name, layer in found if _is_in(name, names)]
-        self._before: list[Any] = []  # the attribute of each layer that is switched off, from the last layer on
+    def __init__(
+        self, model: nn.Module | None, names: Iterable[str], known: Mapping[str, bool] = MappingProxyType({})
+    ) -> None:
+        self._layers: dict[str, _Layer] = {}
+        self._undo: list[Callable[[], None]] = []
+        for path, module in () if model is None else unwrap_engine(model).named_modules():
+            name = canonical_name(path)
+            if _can_be_switched(module) and _is_in(name, names):
+                self._layers[name] = _Layer(module, known.get(name))
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._candidates())
 
     @property
-    def off(self) -> int:
-        """How many layers, from the last one on, run without their checkpoint."""
-        return len(self._before)
+    def known(self) -> dict[str, bool]:
+        """For each layer that has run in training, whether its checkpoint can be switched off."""
+        return {name: layer.is_free for name, layer in self._layers.items() if layer.is_free is not None}
 
     def switch_off(self, count: int) -> None:
-        """Let the last ``count`` layers run without their checkpoint in the next forward, and all others with it."""
-        while self.off > count:
-            _set(self._layers[-self.off](), self._before.pop())
-        while self.off < count:
-            self._before.append(_set(self._layers[-1 - self.off]()))
+        """Let the last ``count`` layers run without their checkpoints until :meth:`switch_on`.
+
+        A layer among them that has not run yet keeps its checkpoint in its first forward, which tells what it does.
+        """
+        for layer in self._candidates()[len(self) - count :]:
+            if layer.is_free:
+                self._undo += layer.switch_off()
+
+    def switch_on(self) -> None:
+        """Let all layers run in their checkpoints again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def remove(self) -> None:
+        """Take off the hooks that wait for the first forward."""
+        self.switch_on()
+        for layer in self._layers.values():
+            layer.remove()
+
+    def _candidates(self) -> list[_Layer]:
+        return [layer for layer in self._layers.values() if layer.is_free is not False]
 
 
-def _set(layer: nn.Module | None, value: Any = None) -> Any:
-    """Set the attribute of ``layer`` to ``value``, or switch its checkpoint off. Returns what it was."""
-    if layer is None:
-        return None
-    name, off = (_CALLS, _call) if is_of_class(layer, _WRAPPER) else (_FLAG, False)
-    before = getattr(layer, name)
-    setattr(layer, name, off if value is None else value)
-    return before
+class _Layer:
+    """A checkpointed layer. It does not keep its module alive, because hooks of the model hold this object.
+
+    Attributes:
+        is_free: whether it did nothing in training that a second computation would do again; None before it has run.
+    """
+
+    def __init__(self, module: nn.Module, is_free: bool | None) -> None:
+        self._module, self.is_free = weakref.ref(module), is_free
+        self._before: tuple[list[torch.Tensor], list[int], int | None] | None = None
+        self._handles = []
+        if is_free is None:
+            self._handles.append(module.register_forward_pre_hook(UncopiedHook(self._begin)))
+            self._handles.append(module.register_forward_hook(UncopiedHook(self._end)))
+
+    def switch_off(self) -> list[Callable[[], None]]:
+        """Take the layer out of its checkpoint. Returns what undoes it, at most one function."""
+        module = self._module()
+        if module is None:
+            return []
+        name, off = (_CALLS, _call) if is_of_class(module, _WRAPPER) else (_FLAG, False)
+        before = getattr(module, name)
+        setattr(module, name, off)
+        return [lambda: setattr(module, name, before)]
+
+    def remove(self) -> None:
+        """Take off the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        self._before = _state(module) if module.training and torch.is_grad_enabled() else None
+
+    def _end(self, module: nn.Module, *_: Any) -> None:
+        if self._before is None:
+            return
+        (buffers, versions, count), (now, later, counted) = self._before, _state(module)
+        is_same = len(buffers) == len(now) and all(one is other for one, other in zip(buffers, now, strict=True))
+        self.is_free = is_same and versions == later and count is not None and count == counted
+        self._before = None
+        self.remove()
+
+
+def _state(module: nn.Module) -> tuple[list[torch.Tensor], list[int], int | None]:
+    """The buffers of ``module``, how many times each was changed, and how many collectives this process has started."""
+    buffers = list(module.buffers())
+    return buffers, [buffer._version for buffer in buffers], collectives_so_far()
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,12 +159,11 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The innermost checkpointed modules that contain no part of an engine, with their names."""
-    for name, module in model.named_modules():
-        inside = (each for each in module.modules() if each is not module)
-        if _is_checkpointed(module) and not any(_is_checkpointed(each) or _gathers(each) for each in inside):
-            yield canonical_name(name), module
+def _can_be_switched(module: nn.Module) -> bool:
+    """Whether ``module`` is an innermost checkpointed module, not compiled, with no part of an engine inside."""
+    inside = (each for each in module.modules() if each is not module)
+    is_one = _is_checkpointed(module) and module._compiled_call_impl is None
+    return is_one and not any(_is_checkpointed(each) or _gathers(each) for each in inside)
 
 
 def _is_in(name: str, names: Iterable[str]) -> bool:

@@ -52,6 +52,7 @@ class ComputedAgain:
     Attributes:
         droppable: how much Recompute may drop.
         layers: those whose checkpoints can be switched off.
+        off: how many of their checkpoints are off in the round that is under way, from the last layer on.
         nbytes: bytes that the last round has computed again, as far as is known.
 
     >>> again = ComputedAgain()
@@ -65,6 +66,7 @@ class ComputedAgain:
 
     def __init__(self) -> None:
         self.droppable, self.layers, self.nbytes = Droppable(), CheckpointedLayers(None, ()), 0
+        self.off = 0
         self._allowed: int | None = None  # what Recompute might drop when the round began
         self._sizes: dict[int, _Size] = {}
 
@@ -77,9 +79,8 @@ class ComputedAgain:
         self._sizes = {size: _Size(*each) for size, each in state.items()}
 
     def choose(self, size: int, limit: int) -> None:
-        """Switch checkpoints and Recompute for a round of inputs of ``size`` with so many bytes of saved tensors."""
-        off, self._allowed = self._choice(size, limit)
-        self.layers.switch_off(off)
+        """Decide for a round of inputs of ``size`` with so many bytes of saved tensors, and switch Recompute."""
+        self.off, self._allowed = self._choice(size, limit)
         self.droppable.nbytes = self._allowed
 
     def _choice(self, size: int, limit: int) -> tuple[int, int | None]:
@@ -115,7 +116,7 @@ class ComputedAgain:
             a whole. In a round with checkpoints off that may not be seen, because the layers that are not computed
             again were freed before.
         """
-        self.nbytes, off = dropped, self.layers.off
+        self.nbytes, off = dropped, self.off
         known = self._sizes.get(size)
         if known is None and off:  # as many were off as the next known size allowed; both grow alike
             like = self._sizes[nearest_size(size, self._sizes)[0]]

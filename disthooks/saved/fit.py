@@ -10,6 +10,8 @@
 # - Each forward with gradients on starts a round. When the next one starts, the peak of the round is known, and the
 #   limit grows by what is left of the budget, less what lies on the device now and did not when the round started (the
 #   optimizer's state, which the first step makes). A round that needed too much makes the limit smaller.
+# - A forward without gradients belongs to the step that it stands in: a metric, a moving average. After the optimizer's
+#   step it is an evaluation, and the peak is not read until the next round.
 # - Inputs of another size have a limit of their own. Before the first round of a size, what the step needs anyway is
 #   taken from the next larger size that is known, or from the largest one; see `nearest_size`.
 # - What the model computes again is decided with the same limit; see [Note: no more is computed again than has to be].
@@ -21,10 +23,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,10 +41,10 @@ from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
-from disthooks.saved.attach import save_activations
+from disthooks.saved.attach import Saving, save_activations
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
 from disthooks.saved.computed_again import ComputedAgain, nearest_size
-from disthooks.saved.pipeline import Droppable, Pipeline, Stage, pipeline
+from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.host import container_memory, node_memory
@@ -110,18 +114,6 @@ class FitReport:
         )
 
 
-class _Saves(Protocol):
-    """A handle of attachments: the names of their modules, and what they have saved so far."""
-
-    names: tuple[str, ...]
-
-    def report(self) -> SavedReport:
-        """In all, since they were attached."""
-
-    def _limit_drops(self, droppable: Droppable) -> None:
-        """Let Recompute drop no more than ``droppable`` says."""
-
-
 class _Memory:
     """Reads the bytes in use: torch's allocator counts them on an accelerator, and the system those of the process."""
 
@@ -164,7 +156,7 @@ class _Round:
         dropped: bytes that Recompute had dropped before.
         peak: the most bytes in use in it, as far as it was read.
         has_stepped: whether an optimizer has made a step in it.
-        is_over: whether a forward without gradients has followed; what comes then is no part of the step.
+        is_over: whether an evaluation has followed, a forward without gradients after the optimizer's step.
     """
 
     size: int
@@ -182,28 +174,28 @@ class Fitted(Attachment):
 
     Args:
         model: whose forwards begin a round.
-        saving: the handle of the attachments that save.
-        tiers: of these attachments; all share their first tier.
+        parts: the attachments that save.
+        tiers: those of ``parts``; all share their first tier.
         budget: bytes on ``device``; None for what is free when the first round begins.
         device: of the memory that is counted.
 
     >>> model, tiers = nn.Linear(2, 2), Tiered(OnDevice(0), OnCpu())
     >>> saving = save_activations(model, "*", tiers)
-    >>> with saving, Fitted(model, saving, [tiers], 60 << 30, torch.device("cuda")) as fitted:
+    >>> with saving, Fitted(model, [saving], [tiers], 60 << 30, torch.device("cuda")) as fitted:
     ...     fitted.state_dict(), fitted.report().rounds
-    ({'needs': {}, 'least': {}, 'again': {}}, 0)
+    ({'needs': {}, 'least': {}, 'again': {}, 'layers': {}}, 0)
     """
 
     def __init__(
         self,
         model: nn.Module,
-        saving: _Saves,
+        parts: Sequence[Saving],
         tiers: Sequence[Tiered],
         budget: int | None,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._saving, self._tiers, self._device = saving, [each.open() for each in tiers], device
+        self._parts, self._tiers, self._device = parts, [each.open() for each in tiers], device
         self._budget = budget or 0
         self._near = cast(OnDevice, tiers[0].stores[0]).budget
         self._near.set_limit(0)
@@ -215,9 +207,13 @@ class Fitted(Attachment):
         # By size: what rounds that came too near to the budget needed. It holds when a later round needs less.
         self._least: dict[int, int] = {}
         self._again = ComputedAgain()
-        saving._limit_drops(self._again.droppable)
+        self._known: dict[str, bool] = {}  # of a state that was loaded: whether layers can do without their checkpoint
+        self._has_warned = False
+        for part in parts:
+            part.limit_drops(self._again.droppable)
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
-        self.on_remove(model.register_forward_hook(UncopiedHook(self._read_peak)).remove)
+        after = model.register_forward_hook(UncopiedHook(self._after_forward), always_call=True)
+        self.on_remove(after.remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
         for handle in (
             register_optimizer_step_pre_hook(weak_method(self._read_peak)),
@@ -230,44 +226,55 @@ class Fitted(Attachment):
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
         limit, layers = self._near.limit or 0, self._again.layers
         found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._again.nbytes)
-        return FitReport(*found, len(layers), layers.off, self._saving.report())
+        return FitReport(*found, len(layers), self._again.off, self._saved())
+
+    def _saved(self) -> SavedReport:
+        """What was done with the saved tensors since the attachments were made."""
+        return functools.reduce(operator.add, (part.report() for part in self._parts))
 
     def state_dict(self) -> dict[str, Any]:
         """What this attachment has learnt. A new attachment that loads it need not move every saved tensor at first."""
         needs = {size: dict(needs) for size, needs in self._needs.items()}
-        return {"needs": needs, "least": dict(self._least), "again": self._again.state_dict()}
+        layers = {**self._known, **self._again.layers.known}
+        return {"needs": needs, "least": dict(self._least), "again": self._again.state_dict(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what another attachment has learnt; see :meth:`state_dict`."""
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
         self._least = dict(state["least"])
         self._again.load_state_dict(state["again"])
+        self._known = dict(state["layers"])
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Learn from the last round, and start one; a forward without gradients only ends the last round."""
+        """Learn from the last round, and start one; an evaluation only ends the last round."""
         self._read_peak()
         if not torch.is_grad_enabled():
             if self._round is not None:
-                self._round.is_over = True
+                self._round.is_over = self._round.has_stepped
             return
-        saved = self._saving.report()
+        saved = self._saved()
         kept = saved.kept - sum(saved.kept_by.get(reason, 0) for reason in _WEIGHTS)
-        # An evaluation between forward and backward hides the peak of backward.
-        if self._round is not None and (self._round.has_stepped or not self._round.is_over):
-            last = self._round
+        if (last := self._round) is not None:
             self._learn(last, saved.stored - last.stored, kept - last.kept, saved.recomputed - last.dropped)
         if not self._budget:
             self._budget = self._memory.free()
         if self._round is None:  # an engine may have come since the attachment
-            self._again.layers = CheckpointedLayers(module, self._saving.names)
-            self.on_remove(functools.partial(self._again.layers.switch_off, 0))
+            names = [name for part in self._parts for name in part.names]
+            self._again.layers = CheckpointedLayers(module, names, self._known)
+            self.on_remove(self._again.layers.remove)
         begin, size = self._memory.in_use(), _elements((args, kwargs))
         self._near.set_limit(limit := self._limit(begin, size))
         for tiers in self._tiers:
             tiers.most.clear()
         self._again.choose(size, limit)
+        self._again.layers.switch_off(self._again.off)
         self._round = _Round(size, begin, saved.stored, kept, saved.recomputed)
         self._memory.reset_peak()
+
+    def _after_forward(self, *_: Any) -> None:
+        """Leave the model as its user made it, also after an error in forward."""
+        self._again.layers.switch_on()
+        self._read_peak()
 
     def _read_peak(self, *_: Any) -> None:
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
@@ -277,8 +284,15 @@ class Fitted(Attachment):
     def _after_step(self, *_: Any) -> None:
         """Note that an optimizer has made a step."""
         self._read_peak()
-        if self._round is not None and not self._round.is_over:
+        if self._round is not None:
             self._round.has_stepped = True
+        elif not self._has_warned and self._saved().stored:
+            self._has_warned = True
+            warnings.warn(
+                "fit: modules of the model have saved tensors, and the model itself was never called, so nothing can "
+                "be measured, and every saved tensor is moved: call model(...), not model.forward(...) or its parts",
+                stacklevel=2,
+            )
 
     def _learn(self, last: _Round, stored: int, kept: int, dropped: int) -> None:
         """Note what the round needed beside saved tensors, of which it stored, kept and dropped so many bytes.
@@ -343,8 +357,9 @@ def fit(
     Inputs of another size start with what the other sizes have shown. Gradients are the same bits.
 
     If room is left when nothing has to move, activation checkpoints are switched off, from the last layer on: of layers
-    with ``gradient_checkpointing = True`` (transformers), and of torch's ``CheckpointWrapper``. ``remove()`` switches
-    them on again.
+    with ``gradient_checkpointing = True`` (transformers), and of torch's ``CheckpointWrapper``. A layer that changes a
+    buffer or starts a collective in its first forward keeps its checkpoint, and so does one that torch.compile took.
+    ``Recompute`` drops no more than the budget asks for.
 
     The peak is that of torch's allocator (``torch.accelerator.max_memory_allocated``), so weights, gradients and the
     optimizer's state count, and memory that other libraries allocate does not. Its statistics are reset at each
@@ -379,7 +394,7 @@ def fit(
     tiers = Tiered(OnDevice(0), *(asked.store.stores if isinstance(asked.store, Tiered) else (asked.store,)))
     most, device = as_budget(model, budget, [tiers])
     saving = save_activations(model, modules, replace(asked, store=tiers))
-    fitted = Fitted(model, saving, [tiers], most, device)
+    fitted = Fitted(model, [saving], [tiers], most, device)
     fitted.on_remove(saving.remove)
     return fitted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -306,15 +307,70 @@ def test_evaluations_between_steps_are_no_part_of_them(device: torch.device, fre
             evaluated(run, budget)
         assert fitted.report().rounds == STEPS - 1
         assert budget >= run.peaks[-1] >= 0.85 * budget
-        # Between forward and backward an evaluation hides the peak of backward: nothing is learnt from that round.
+        # An evaluation between forward and backward is a part of the step, and so is its peak.
         run.optimizer.zero_grad()
         loss = run.model(run.x).square().mean()
         evaluated(run, budget // 8)
         loss.backward()
         del loss
         run.step()
-        assert fitted.report().rounds == STEPS
+        assert fitted.report().rounds == STEPS + 1
         assert run.peaks[-1] <= budget
+
+
+def with_a_metric(run: Run, is_before_backward: bool) -> None:
+    """A step with a forward without gradients in it: a metric, or a moving average."""
+    run.optimizer.zero_grad()
+    torch.accelerator.reset_peak_memory_stats(run.device)
+    loss = run.model(run.x).square().mean()
+    for is_now in (True, False):
+        if is_now == is_before_backward:
+            with torch.no_grad():
+                run.model(run.x[:2]).sum()
+        if is_now:
+            loss.backward()
+    run.optimizer.step()
+    torch.accelerator.synchronize()
+    run.peaks.append(torch.accelerator.max_memory_allocated(run.device))
+
+
+@pytest.mark.parametrize("is_before_backward", [True, False])
+def test_a_forward_without_gradients_is_part_of_the_step_that_it_stands_in(
+    is_before_backward: bool, device: torch.device, free: dict[str, Run]
+) -> None:
+    plain = Run("decoder", device)
+    for _ in range(STEPS):
+        with_a_metric(plain, is_before_backward)
+    weights = [parameter.detach().cpu() for parameter in plain.model.parameters()]
+    del plain.model, plain.optimizer, plain.x
+    budget = int(0.75 * max(plain.peaks))
+    run = Run("decoder", device)
+    with dh.fit(run.model, budget) as fitted:
+        for _ in range(STEPS):
+            with_a_metric(run, is_before_backward)
+        assert fitted.report().rounds == STEPS - 1
+        assert max(run.peaks) <= budget
+        assert run.peaks[-1] >= 0.8 * budget
+        assert all(torch.equal(p.cpu(), q) for p, q in zip(run.model.parameters(), weights, strict=True))
+    del run, fitted
+    run = Run("decoder", device)
+    with dh.fit(run.model, int(0.25 * max(plain.peaks))):
+        with_a_metric(run, is_before_backward)
+        with pytest.raises(UsageError, match="with every saved tensor moved"):
+            with_a_metric(run, is_before_backward)
+
+
+def test_a_model_that_is_never_called_is_said_once(device: torch.device) -> None:
+    run = Run("decoder", device)
+    with dh.fit(run.model, "1 GiB", modules="blocks.*") as fitted, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            run.model.forward(run.x).square().mean().backward()
+            run.optimizer.step()
+    assert fitted.report().rounds == 0
+    said = [str(each.message) for each in seen if "fit:" in str(each.message)]
+    assert len(said) == 1
+    assert "call model(...)" in said[0]
 
 
 def test_a_script_that_drops_the_handle_has_the_same_limits(device: torch.device, free: dict[str, Run]) -> None:
@@ -340,7 +396,7 @@ def test_what_was_learnt_is_saved_and_restored(device: torch.device, free: dict[
         state = fitted.state_dict()
     del first, fitted
     moved = []
-    for known in ({"needs": {}, "least": {}, "again": {}}, state):
+    for known in ({"needs": {}, "least": {}, "again": {}, "layers": {}}, state):
         run = Run("decoder", device)
         with dh.fit(run.model, budget) as fitted:
             fitted.load_state_dict(known)

@@ -25,15 +25,25 @@ WIDTH, ROWS, STEPS = 256, 2048, 8
 SHARES = (0.75, 0.6, 0.9, 0.7)
 
 
+class Joined(nn.Sequential):
+    """Adds up its output over the ranks, as a layer of tensor parallelism does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import torch.distributed.nn.functional as functional
+
+        return functional.all_reduce(super().forward(x)) / torch.distributed.get_world_size()
+
+
 class Wide(nn.Module):
     """Its saved tensors are more than 100 MB, its parameters 17 MB."""
 
-    def __init__(self, is_checkpointed: bool = False) -> None:
+    def __init__(self, is_checkpointed: bool = False, joined: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
+        kinds = [nn.Sequential] * (8 - joined) + [Joined] * joined
         blocks = [
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(8)
+            kind(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for kind in kinds
         ]
         self.blocks = nn.ModuleList(map(CheckpointWrapper, blocks) if is_checkpointed else blocks)
 
@@ -44,8 +54,8 @@ class Wide(nn.Module):
 
 
 def _wrapped(engine: str, is_checkpointed: bool) -> Any:
-    model = Wide(is_checkpointed)
-    if engine == "ddp":
+    model = Wide(is_checkpointed, joined=4 if engine == "ddp, joined" else 0)
+    if engine.startswith("ddp"):
         return nn.parallel.DistributedDataParallel(model)
     if engine == "fsdp1":
         return flat(model, engine, [f"blocks.{i}" for i in range(8)])
@@ -119,11 +129,12 @@ def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
     _assert_kept(four(_both, "fsdp2", str(tmp_path)))
 
 
-@pytest.mark.first_tier(engine=("ddp", "fsdp2 inside"))
+@pytest.mark.first_tier(engine=("ddp, joined", "fsdp2 inside"))
 @pytest.mark.parametrize(
     ("engine", "layers"),
     [
         ("ddp", 8),
+        ("ddp, joined", 4),  # the second computation of the others is a collective
         ("fsdp1", 8),
         ("fsdp2 inside", 4),  # of the others the second computation gathers weights
         *(pytest.param(f"zero{stage}", 0 if stage == 3 else 8, marks=needs("deepspeed")) for stage in (2, 3)),
