@@ -16,12 +16,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import reprlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from disthooks.errors import UsageError
+
+
+def check_state(state: Any, *keys: str) -> None:
+    """Raise UsageError unless ``state`` is a dict with ``keys``, as the ``state_dict()`` of an attachment is.
+
+    >>> check_state({"steps": 3}, "steps")
+    >>> check_state(None)
+    Traceback (most recent call last):
+    disthooks.errors.UsageError: load_state_dict(None): give what state_dict() returned
+    """
+    if not isinstance(state, Mapping) or not all(key in state for key in keys):
+        parts = f", a dict with {', '.join(map(repr, keys))}" if keys else ""
+        raise UsageError(f"load_state_dict({reprlib.repr(state)}): give what state_dict() returned{parts}")
 
 
 class SavedTensorEvent(NamedTuple):

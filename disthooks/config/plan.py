@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, check_state
 from disthooks._match import as_patterns, unwrap_engine
 from disthooks._ranks import describe, launched_rank
 from disthooks._tensors import format_bytes, local_part, parse_bytes
@@ -133,8 +133,9 @@ class Prepared(Attachment):
         """Continue from a state that :meth:`state_dict` returned. Call it on every rank.
 
         Raises:
-            UsageError: when the state is of another configuration; nothing is changed then.
+            UsageError: when ``state`` is no such state, or of another configuration; nothing is changed then.
         """
+        check_state(state)
         watched = {key: value for key, value in state.items() if key != "fit"}
         if self.gradients is not None:
             self.gradients.load_state_dict(watched)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks._handles import Attachment, UncopiedHook
+from disthooks._handles import Attachment, UncopiedHook, check_state
 from disthooks._match import Pattern
 from disthooks._ranks import has_several_ranks
 from disthooks.engines.base import inner_optimizer
@@ -486,9 +486,10 @@ class Gradients(Attachment):
         The next step raises AttachError if the ranks count different numbers of steps.
 
         Raises:
-            UsageError: when the rules or statistics are of other kinds, or for other numbers of parameters; nothing is
-                changed then.
+            UsageError: when ``state`` is no such state, or its rules or statistics are of other kinds, or for other
+                numbers of parameters; nothing is changed then.
         """
+        check_state(state, "steps", "rules", "stats")
         mine = self.state_dict()
         given = {part: [[kind, dict(found)] for kind, found, *_ in state.get(part, [])] for part in ("rules", "stats")}
         for part in given:

@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from disthooks import memory
-from disthooks._handles import Attachment, UncopiedHook, weak_method
+from disthooks._handles import Attachment, UncopiedHook, check_state, weak_method
 from disthooks._match import Pattern, unwrap_engine
 from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
@@ -239,7 +239,12 @@ class Fitted(Attachment):
         return {"needs": needs, "least": dict(self._least), "again": self._again.state_dict(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Use what another attachment has learnt; see :meth:`state_dict`."""
+        """Use what another attachment has learnt; see :meth:`state_dict`.
+
+        Raises:
+            UsageError: when ``state`` is no such state.
+        """
+        check_state(state, "needs", "least", "again", "layers")
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
         self._least = dict(state["least"])
         self._again.load_state_dict(state["again"])

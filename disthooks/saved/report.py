@@ -216,6 +216,8 @@ class SavedReport:
             lines.append(f"calls without hooks: {calls}")
         if self.inner:
             lines.append(f"calls inside that another attachment took: {self.inner}")
+        if self.tiers:
+            lines.append("the store, by all that uses it in this process:")
         lines += [str(tier) for tier in self.tiers]
         lines += [f"* {line}" for line in self.advice()]
         return "\n".join(lines)

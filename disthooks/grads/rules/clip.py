@@ -125,10 +125,11 @@ class ClipNorm(Rule):
         if not callable(self.max_norm):
             norms = [*self.max_norm.values()] if isinstance(self.max_norm, Mapping) else [self.max_norm]
             steps = [*self.max_norm] if isinstance(self.max_norm, Mapping) else [0]
-            if not norms or not all(number(n) and n > 0 for n in norms) or not all(type(s) is int for s in steps):
+            are_steps = all(type(step) is int and step >= 0 for step in steps)
+            if not norms or not all(number(norm) and norm > 0 for norm in norms) or not are_steps:
                 raise UsageError(
                     f"ClipNorm(max_norm={self.max_norm!r}): a positive, finite number is needed, or a dict of steps "
-                    "and such numbers, {0: 5.0, 1000: 1.0}"
+                    "from 0 on and such numbers, {0: 5.0, 1000: 1.0}"
                 )
         if self.by not in ("all", "parameter"):
             raise UsageError(f"ClipNorm(by={self.by!r}): 'all' for one norm, or 'parameter' for one each")

@@ -40,6 +40,7 @@ def test_no_gradient_at_all(rule: Rule) -> None:
 @pytest.mark.parametrize(
     "make_rule",
     [
+        lambda: dh.ClipNorm({-5: 1.0}),
         lambda: dh.ClipAdaptive(0.0),
         lambda: dh.ClipAdaptive(eps=math.nan),
         lambda: dh.ClipPercentile(101),
