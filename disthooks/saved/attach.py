@@ -177,7 +177,7 @@ class Saving(Attachment):
         self._warn_if_not_called()
         return self._pipeline.report(self.names)
 
-    def limit_drops(self, droppable: Droppable) -> None:
+    def _limit_drops(self, droppable: Droppable) -> None:
         """Let Recompute drop no more than ``droppable`` says, which others may share, and may change at any time."""
         self._pipeline.droppable = droppable
 

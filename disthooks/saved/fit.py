@@ -210,7 +210,7 @@ class Fitted(Attachment):
         self._known: dict[str, bool] = {}  # of a state that was loaded: whether layers can do without their checkpoint
         self._has_warned = False
         for part in parts:
-            part.limit_drops(self._again.droppable)
+            part._limit_drops(self._again.droppable)
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         after = model.register_forward_hook(UncopiedHook(self._after_forward), always_call=True)
         self.on_remove(after.remove)

@@ -29,15 +29,15 @@ def test_gradients(given: Any) -> None:
 def test_what_a_configuration_attached(given: Any) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dh.prepare(model, optimizer, {"watch": {"stats": [{"kind": "Norm"}]}}) as prepared:
-        with pytest.raises(UsageError, match="give what state_dict"):
-            prepared.load_state_dict(given)
+    prepared = dh.prepare(model, optimizer, {"watch": {"stats": [{"kind": "Norm"}]}})
+    with prepared, pytest.raises(UsageError, match="give what state_dict"):
+        prepared.load_state_dict(given)
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
 def test_fit(given: Any) -> None:
     model, tiers = nn.Linear(1, 1), dh.Tiered(dh.OnDevice(0), dh.OnCpu())
     saving = dh.save_activations(model, "*", tiers)
-    with saving, Fitted(model, [saving], [tiers], 1 << 30, torch.device("cpu")) as fitted:
-        with pytest.raises(UsageError, match="'needs', 'least', 'again', 'layers'"):
-            fitted.load_state_dict(given)
+    fitted = Fitted(model, [saving], [tiers], 1 << 30, torch.device("cpu"))
+    with saving, fitted, pytest.raises(UsageError, match="'needs', 'least', 'again', 'layers'"):
+        fitted.load_state_dict(given)
