@@ -13,6 +13,11 @@
 # how many units are dead. The output of a layer with weights has zeros only by chance, or it is zero as a whole, which
 # its norm tells. So zeros are counted in the outputs of modules without parameters.
 #
+# [Note: fingerprints of replicas]
+# nn.DataParallel runs a replica of each module in a thread of its own, and the order of the threads differs from run to
+# run. So the fingerprints of replicas are added up, and those of other calls are combined in their order. They are kept
+# one by one until the step, because two threads could not change one number without a lock.
+#
 # [Note: whose time]
 # Ranks wait for one another in backward and in the step, so that all of them have the same time from step to step. What
 # tells a slow rank is what it does while it waits for nobody: from the end of a step to the next forward (input), from
@@ -25,6 +30,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 import weakref
@@ -91,7 +97,9 @@ class ForwardHooks:
         self._is_logged = True
         self._is_printed = self._print_every > 0
         self._facts: list[tuple[int, torch.Tensor]] = []
-        self._prints: dict[tuple[int, int], torch.Tensor] = {}  # by module, of inputs (0) and of outputs (1)
+        # Of each call, by module, of inputs (0) and of outputs (1); see [Note: fingerprints of replicas].
+        self._prints: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._has_replicas = False
         self._checksums = Checksums()
         self.called: list[int] = []
         self._seen: set[int] = set()  # modules that were read in a forward, not in a backward
@@ -153,7 +161,8 @@ class ForwardHooks:
             return ForwardFacts(loss=_sum_and_count(losses, device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sides = itertools.product(range(len(self.names)), (0, 1))
-        printed = [onto(prints[side], device) if side in prints else zero for side in sides]
+        factor = 1 if self._has_replicas else signed64(GOLDEN)
+        printed = [_combined([onto(each, device) for each in prints.get(side, [zero])], factor) for side in sides]
         return ForwardFacts(
             outputs=self._added_up(facts, device),
             loss=_sum_and_count(losses, device),
@@ -174,8 +183,9 @@ class ForwardHooks:
     # -- hooks
 
     @torch.no_grad()
-    def read(self, index: int, output: Any) -> None:
+    def read(self, index: int, module: nn.Module, output: Any) -> None:
         """Read the output of a module; see [Note: outputs are read in forward]."""
+        self._has_replicas |= getattr(module, "_is_replica", False)
         if self._is_again(index):
             return
         if not in_backward():
@@ -203,11 +213,7 @@ class ForwardHooks:
             return
         for tensor in map(local_part, tensors):
             if tensor.layout is torch.strided and not tensor.is_quantized:
-                # The order of the calls counts.
-                before, mine = self._prints.get((index, side)), self._checksums(tensor)
-                self._prints[index, side] = (
-                    mine if before is None else before * signed64(GOLDEN) + onto(mine, before.device)
-                )
+                self._prints.setdefault((index, side), []).append(self._checksums(tensor))
 
     @property
     def is_reading(self) -> bool:
@@ -230,6 +236,11 @@ class ForwardHooks:
         self.gives_loss = loss is not None
         if self._has_loss and self.takes_outputs and loss is not None:
             self.note_loss(loss)
+
+
+def _combined(prints: Sequence[torch.Tensor], factor: int) -> torch.Tensor:
+    """One fingerprint of several: with a factor other than 1 their order counts."""
+    return functools.reduce(lambda before, mine: before * factor + mine, prints)
 
 
 class Clock:
@@ -275,7 +286,7 @@ class _Reader:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         hooks = self.hooks()
         if hooks is not None and hooks.is_reading:
-            hooks.read(self.index, output)
+            hooks.read(self.index, module, output)
 
 
 class _InputReader(_Reader):

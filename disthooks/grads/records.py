@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disthooks._ranks import global_rank
 from disthooks._streams import current_stream, event_on, on_accelerator
 from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.sinks.base import RecordWriter
@@ -135,8 +137,17 @@ class PendingRecord(NamedTuple):
             step, list(log), settings, HostCopy([*(vector for pair in merged for vector in pair), numbers])
         )
 
-    def read(self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
-        """Make the record of the step; each statistic changes the state that it keeps from step to step."""
+    def read(
+        self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], said: set[Stat]
+    ) -> dict[str, Any]:
+        """Make the record of the step; each statistic changes the state that it keeps from step to step.
+
+        Args:
+            plan: the plan of the step.
+            stats: each statistic with its state.
+            ranks: the global ranks that take part.
+            said: the statistics of which it has been said that they have no numbers.
+        """
         *vectors, numbers = self.copy.tensors()
         record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
         merged = list(zip(vectors[::2], vectors[1::2], strict=True))
@@ -151,7 +162,12 @@ class PendingRecord(NamedTuple):
             rows |= {m: values[m].view(len(layout.sizes[m]), -1) for m in layout.uses if m in wanted}
         found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks, plan.modules, self.step)
         for stat, state in stats:
-            record |= stat.record(found, state)
+            entries = stat.record(found, state)
+            record |= entries
+            if not entries and stat.why_empty and stat not in said and global_rank() == ranks[0]:
+                said.add(stat)
+                what = f"{type(stat).__name__} has no numbers in step {self.step}: {stat.why_empty}"
+                warnings.warn(f"{what}. This is said once", stacklevel=2)
         return record | dict(self.settings)
 
 
@@ -406,6 +422,7 @@ class StepRecords:
         self._plan, self._ranks = plan, ranks
         self._watched = WatchedSteps(plan, ranks, finds_spikes=recent > 0)
         self._pending: PendingRecord | None = None
+        self._said: set[Stat] = set()  # the statistics of which it has been said that they have no numbers
         self._events: deque[tuple[int, Sequence[str], HostCopy]] = deque()
         self._was_norm_nonfinite = False  # in the step that was logged last
 
@@ -466,7 +483,7 @@ class StepRecords:
             step, merged, log, settings = self._recent.popleft()
             copies = [(stat, {name: value.clone() for name, value in state.items()}) for stat, state in self.stats]
             pending = PendingRecord.of(step, merged, log, settings)
-            fields = pending.read(self._plan, copies, self._ranks)
+            fields = pending.read(self._plan, copies, self._ranks, self._said)
             fields = {**fields, **known.get(step, {}), "recent": True}
             yield StepRecord(fields, is_logged=False, is_first_nonfinite="nonfinite_params" in known.get(step, {}))
 
@@ -488,7 +505,7 @@ class StepRecords:
             if at not in written
         ]
         if pending is not None:
-            fields, is_first = pending.read(self._plan, self.stats, self._ranks), False
+            fields, is_first = pending.read(self._plan, self.stats, self._ranks, self._said), False
             for each in nonfinite:
                 if each.step == step:
                     ranks = {place["param"]: place for place in fields.get("nonfinite_at", ())}

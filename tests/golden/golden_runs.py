@@ -19,6 +19,10 @@ STEPS = 4
 
 #: One of each, with the arguments that it cannot do without; the others are made without arguments.
 STATS: dict[str, Callable[[], Any]] = {
+    "Activations": lambda: dh.stats.Activations(),
+    "Loss": lambda: dh.stats.Loss(),
+    "SpikeScore": lambda: dh.stats.SpikeScore(),
+    "Times": lambda: dh.stats.Times(),
     "Histogram": lambda: dh.stats.Histogram(),
     "NoiseScale": lambda: dh.stats.NoiseScale(batch_size=4, per_parameter=True),
 }

@@ -344,6 +344,7 @@ class Stat:
     per_parameter: bool = field(default=False, kw_only=True)
 
     alone: ClassVar[bool] = False  # whether two of this class would write the same names
+    why_empty: ClassVar[str] = ""  # what is said once if it has no numbers in a logged step
     settings: ClassVar[tuple[str, ...]] = ()  # of the optimizer's groups, which are logged too
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
@@ -426,6 +427,14 @@ def check_real(stat: Stat, shards: Sequence[Shard]) -> None:
                 f"{type(stat).__name__}: {shard.name!r} is complex, and complex numbers have no order and no signed "
                 "mean; Norm, MaxAbs, Zeros and Histogram are of magnitudes"
             )
+
+
+def refuse_per_parameter(stat: Stat) -> None:
+    """Raise UsageError if ``per_parameter`` was asked for, of a statistic that has no numbers of parameters."""
+    if stat.per_parameter:
+        raise UsageError(
+            f"{type(stat).__name__}(per_parameter=True): it has no numbers of single parameters; leave it out"
+        )
 
 
 def check_own_data(stat: Stat, engine: Engine) -> None:

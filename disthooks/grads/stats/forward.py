@@ -27,6 +27,7 @@ from disthooks.grads.stats.base import (
     Per,
     Stat,
     State,
+    refuse_per_parameter,
 )
 
 
@@ -113,8 +114,13 @@ class Activations(Stat):
     modules: Pattern | Iterable[Pattern] = ()
 
     alone: ClassVar[bool] = True
+    why_empty: ClassVar[str] = (
+        "no output was read: the loop calls no module of the model with gradients on, or torch.compile runs them "
+        "without Python"
+    )
 
     def __post_init__(self) -> None:
+        refuse_per_parameter(self)
         object.__setattr__(self, "modules", as_patterns(self.modules) if self.modules else ())
 
     def forward_needs(self) -> ForwardNeeds:
@@ -216,6 +222,9 @@ class _OfStep(Stat):
     about: ClassVar[Literal["loss", "times"]]
     names: ClassVar[Sequence[str]]
 
+    def __post_init__(self) -> None:
+        refuse_per_parameter(self)
+
     def measures(self) -> tuple[Measure, ...]:
         return StepSums(self.about), StepExtremes(self.about)
 
@@ -252,6 +261,10 @@ class Loss(_OfStep):
     """
 
     about: ClassVar[Literal["loss", "times"]] = "loss"
+    why_empty: ClassVar[str] = (
+        "no rank had a loss: call watch.note_loss(loss) after each forward, on every rank, or let the model return an "
+        "object with .loss"
+    )
     names: ClassVar[Sequence[str]] = ("loss",)
 
     def forward_needs(self) -> ForwardNeeds:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from disthooks._registry import register
-from disthooks.grads.stats.base import Found, Measure, Stat, State
+from disthooks.grads.stats.base import Found, Measure, Stat, State, refuse_per_parameter
 
 
 @register("stat")
@@ -49,6 +49,7 @@ class SpikeScore(Stat):
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        refuse_per_parameter(self)
         self.rule()
 
     def rule(self) -> Any:
