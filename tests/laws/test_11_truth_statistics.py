@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from typing import Any
@@ -17,6 +18,7 @@ from disthooks.grads.stats.base import Found, Local, LocalStats
 from tests.support.engines import ENGINES, FIRST, close, first_of, grads_of, is_fsdp1, loss_of, make, train
 from tests.support.optimizers import small
 from tests.support.ranks.harness import Ranks
+from tests.support.rounding import drawn, within
 
 # --- In one process
 
@@ -129,8 +131,6 @@ def test_watching_scaled_gradients_changes_no_bit(monkeypatch: pytest.MonkeyPatc
 # --- On engines
 
 
-# In float32 the halves of the batch add up a little differently, and a mean near zero shows it.
-TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 GROUPS = {"mid": "mid.*", "biases": ["*.bias", "scale"]}
 
 
@@ -148,12 +148,17 @@ def spoil(model: nn.Module, step: int, rank: int) -> None:
         local[0, 0] = math.nan
 
 
+@functools.cache
+def _drawn() -> list[Any]:
+    return [records for records, _ in drawn([], STATS, 2, spoil=spoil, groups=GROUPS)]
+
+
 @pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("engine", [*ENGINES, "hsdp12", "fsdp1hybrid", "fsdp1none", "fsdp1flatnone"])
 def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch.dtype) -> None:
-    truth = train(0, "plain", [], STATS, 2, spoil, dtype, GROUPS)[0]
+    truth = train(0, "plain", [], STATS, 2, spoil, torch.float64, GROUPS)[0]
     assert truth[0]["nonfinite"] == 0
     (at,) = truth[1]["nonfinite_at"]
     assert at == {"param": "mid.1.weight", "count": 1, "rank": None, "before": "mid.1.bias"}
@@ -163,7 +168,7 @@ def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch
     assert not math.isnan(truth[1]["grad_std/group/biases"])
     for records, _ in ranks(train, engine, [], STATS, 2, spoil, dtype, GROUPS):
         leads = [{n: record.pop(n) for n in list(record) if "lead_rank" in n} for record in records]
-        assert close(records, truth, TOLERANCES[dtype])
+        assert close(records, truth, 1e-10) if dtype == torch.float64 else within(records, truth, _drawn())
         assert {*leads[0].values()} <= {0, 1, None}
         assert "update_norm/lead_rank/param/embed.weight" in leads[0]
 

@@ -188,10 +188,11 @@ def train(
     spoil: Callable[[nn.Module, int, int], None] | None = None,
     dtype: torch.dtype = torch.float32,
     groups: Mapping[str, Any] | None = None,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Train a little; the record of each step, and the gradients that the last one used."""
     model = make(engine, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = optimizer_of(model.parameters(), lr=0.01)
     records = []
     with dh.gradients(model, optimizer, rules=rules, stats=stats, every=1, groups=groups) as watch:
         for step in range(steps):

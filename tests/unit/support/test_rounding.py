@@ -1,0 +1,54 @@
+"""What float32 may be off in the tests of engines is room for float32, and for no fault."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import disthooks as dh
+from tests.support.engines import train
+from tests.support.rounding import drawn, within
+
+RULES = [dh.ClipNorm(1.0)]
+
+
+def test_float32_is_within_and_a_fault_of_a_ten_thousandth_is_not() -> None:
+    draws = drawn(RULES)
+    records, grads = train(0, "plain", RULES, dtype=torch.float64)
+    found = train(0, "plain", RULES)
+    assert within(found, (records, grads), draws)
+    for name in grads:
+        wrong = {**found[1], name: found[1][name] * 1.0001}
+        assert not within((found[0], wrong), (records, grads), draws), name
+    for name in records[1].keys() - {"step"}:
+        wrong = [found[0][0], {**found[0][1], name: found[0][1][name] * 1.0001}]
+        assert not within((wrong, found[1]), (records, grads), draws), name
+
+
+@pytest.mark.parametrize(
+    ("found", "is_within"),
+    [(1.0, True), (1.0099, True), (0.9901, True), (1.02, False), (math.nan, False), (math.inf, False)],
+)
+def test_a_number_is_within_the_farthest_draw(found: float, is_within: bool) -> None:
+    assert within(found, 1.0, [1.01, 1.0]) is is_within
+    assert within([{"a": found}], [{"a": 1.0}], [[{"a": 1.01}], [{"a": 1.0}]]) is is_within
+    assert within(torch.tensor([0.0, found]), torch.tensor([0.0, 1.0]), [torch.tensor([0.0, 1.01])]) is is_within
+
+
+def test_what_is_not_finite_is_the_same() -> None:
+    for number in (math.nan, math.inf, -math.inf):
+        assert within(number, number, [number])
+        assert not within(1.0, number, [number])
+        assert not within(-number if number == number else 0.0, number, [number])
+
+
+def test_counts_and_names_are_those_of_the_truth_or_of_a_draw() -> None:
+    assert within({"n": 2, "at": "a"}, {"n": 2, "at": "a"}, [{"n": 3, "at": "a"}])
+    assert within({"n": 3}, {"n": 2}, [{"n": 3}])
+    assert not within({"n": 4}, {"n": 2}, [{"n": 3}])
+    assert not within({}, {"n": 2}, [{"n": 2}])
+    assert within([1, 2], [1, 2], [[1, 2, 0], [1, 2]])
+    assert within([1, 2, 0], [1, 2], [[1, 2, 0], [1, 2]])
+    assert not within([1, 2, 1], [1, 2], [[1, 2, 0], [1, 2]])
