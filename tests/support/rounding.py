@@ -1,4 +1,4 @@
-"""How far training ``tests.support.engines.Net`` in float32 may be from training it in float64.
+"""How far float32 may be from float64: the norm of a vector, and training ``tests.support.engines.Net``.
 
 A rounding to float32 changes a number by at most :data:`UNIT` of its size. So an element of a gradient is off by at
 most as many units as there are roundings on its way from the input (:data:`ROUNDINGS`), times the size of the terms
@@ -13,6 +13,7 @@ of that size in its gradients and weights (:func:`drawn`), and :func:`within` co
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,17 @@ OF_WEIGHTS = 4
 OWN = 16
 #: All gradients too large, all too small, and eight times each element to a side that is drawn.
 DRAWS = 10
+
+
+def of_norm(elements: int, p: float) -> float:
+    """The most that a norm of order ``p`` of so many random elements is off, relative to itself.
+
+    torch adds one element after the other, so each sum on the way to the last is rounded, by up to a unit of its own
+    size, to a side that is as good as drawn. The sums grow evenly, so their squares have a mean of 1/3 of the last's;
+    so has what is evenly distributed up to a unit: the deviation of the last sum is a third of a unit times the root
+    of their number. Five deviations are taken, and the norm is the p-th root of the sum.
+    """
+    return UNIT * (OWN + 5 / 3 * math.sqrt(elements)) / min(p, 1.0)
 
 
 class _Off:

@@ -30,3 +30,7 @@ def shift() -> None:
 
     torch.Generator, torch.manual_seed = Generator, lambda seed: manual_seed(int(seed) + by)  # type: ignore[misc]
     random.Random, random.seed = Random, lambda a=None: seed(a + by if isinstance(a, int) else a)  # type: ignore[misc]
+
+
+def on_rank(rank: int, world: int) -> None:
+    """For ranks that import nothing of the tests otherwise: whoever gets this function imports the package."""

@@ -60,8 +60,9 @@ def test_the_plan_of_tiered_is_close_to_what_no_plan_can_beat(layer_s: float, sh
     assert limit is not None
     last, least = steps(limit)[-1], least_seconds(step, share * plain.peak, rates)
     assert plain.step_s * (1 - 1e-9) <= least <= last.step_s * (1 + 1e-9)
-    # Of steps of 36 and 72 ms the 10 us of each of 600 copies, which the bound leaves out, are up to 6%.
-    assert last.step_s <= (1.03 if layer_s >= 2e-3 else 1.07) * least
+    # The bound leaves out what a copy takes besides its bytes, and each tensor may be copied both ways. Beside that, no
+    # more than 3% are lost, however long the operators take in proportion to each other.
+    assert last.step_s <= min(1.03 * least + 2 * len(step.saved) * rates.copy_s, 1.07 * least)
     assert last.sent > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Any, ClassVar
 
@@ -10,7 +11,14 @@ import torch
 
 import disthooks as dh
 from disthooks.saved.codecs import Codec
-from disthooks.testing import CodecTests, RuleTests, SinkTests, StatTests, StoreTests
+from disthooks.testing import CodecTests, RuleTests, SinkTests, StatTests, StoreTests, _on_ranks
+from tests.support import seeds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_take_the_same_seeds() -> None:
+    if os.environ.get("DISTHOOKS_SEED"):
+        _on_ranks(seeds.on_rank)
 
 
 class TestCodecs(CodecTests):

@@ -75,14 +75,19 @@ def test_nothing_is_registered_anew(lengths: list[int]) -> None:
     assert found.first == found.most <= 1.1 * found.peak
 
 
-@pytest.mark.parametrize("seed", [1, 2, 8, 11])
-def test_a_longer_batch_registers_little_more_than_it_needs(seed: int) -> None:
-    """The longest of 60 random lengths comes after step ten; with seeds 2 and 8 it needs more than is held then."""
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_longer_batch_registers_little_more_than_it_needs(seed: int, is_late: bool) -> None:
+    """The longest of 60 random lengths comes in the first ten steps, or after them: then more is needed than is held.
+
+    That is up to 1.1 times what the others need, and the longest needs 1.17 times as much.
+    """
     draw = random.Random(seed)
-    lengths = [draw.randint(4096, 8192) for _ in range(60)]
+    lengths = [draw.randint(4096, 7000) for _ in range(60)]
+    lengths[draw.randrange(10, 60) if is_late else draw.randrange(10)] = 8192
     early, found = host_memory.train(lengths[:10]), host_memory.train(lengths)
     needed = max(0, found.peak - early.held)
-    assert (needed > 0) == (seed in (2, 8))
+    assert (needed > 0) == is_late
     assert needed <= found.later <= needed + found.peak / 10
     assert found.most <= 1.1 * found.peak
 

@@ -9,7 +9,7 @@ import torch
 
 import disthooks as dh
 from tests.support.engines import train
-from tests.support.rounding import drawn, within
+from tests.support.rounding import drawn, of_norm, within
 
 RULES = [dh.ClipNorm(1.0)]
 
@@ -52,3 +52,15 @@ def test_counts_and_names_are_those_of_the_truth_or_of_a_draw() -> None:
     assert within([1, 2], [1, 2], [[1, 2, 0], [1, 2]])
     assert within([1, 2, 0], [1, 2], [[1, 2, 0], [1, 2]])
     assert not within([1, 2, 1], [1, 2], [[1, 2, 0], [1, 2]])
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("elements", [1, 100, 4096, 2**15])
+def test_torch_is_as_far_off_in_float32_as_is_derived(elements: int, p: float) -> None:
+    off = []
+    for seed in range(20):
+        vector = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
+        truth = torch.linalg.vector_norm(vector.double(), p)
+        off.append(float((torch.linalg.vector_norm(vector, p).double() - truth).abs() / truth))
+    assert max(off) <= of_norm(elements, p)
+    assert of_norm(elements, p) < 5e-5, "what is compared by it means something"
