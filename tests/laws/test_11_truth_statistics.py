@@ -18,7 +18,7 @@ from disthooks.grads.stats.base import Found, Local, LocalStats
 from tests.support.engines import ENGINES, FIRST, close, first_of, grads_of, is_fsdp1, loss_of, make, train
 from tests.support.optimizers import small
 from tests.support.ranks.harness import Ranks
-from tests.support.rounding import drawn, within
+from tests.support.rounding import drawn, of_norm, within
 
 # --- In one process
 
@@ -90,8 +90,13 @@ def test_statistics_of_elements_equal_float64_by_hand(dtype: torch.dtype) -> Non
             "update_norm": moved.norm(),
             "update_ratio": moved.norm() / theta.norm(),
         }
+        # The terms of a mean near zero are as large as ever, and rows of 1,024 of them are summed in float32.
+        room = float(grad.abs().mean()) * of_norm(1024, 1.0)
         for name, value in truth.items():
-            assert close(watch.latest[name + suffix], float(value), 1e-6), name + suffix
+            if name == "grad_mean" and dtype != torch.float64:
+                assert watch.latest[name + suffix] == pytest.approx(float(value), rel=0, abs=room), name + suffix
+            else:
+                assert close(watch.latest[name + suffix], float(value), 1e-6), name + suffix
     assert watch.latest["grad_norm"] > 0
     assert math.isnan(watch.latest["grad_mean/param/5"])
     assert math.isnan(watch.latest["grad_min/param/4"])
