@@ -33,4 +33,4 @@ def shift() -> None:
 
 
 def on_rank(rank: int, world: int) -> None:
-    """For ranks that import nothing of the tests otherwise: whoever gets this function imports the package."""
+    """For ranks that import nothing else of the tests: to get this function, they import the package."""
