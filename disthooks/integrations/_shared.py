@@ -5,6 +5,8 @@
 # `disthooks.pt`. Accelerate's `register_for_checkpointing` is not used, because accelerate refuses to load a checkpoint
 # with another number of registered objects: a checkpoint that was made with disthooks could not be loaded without it,
 # and the reverse (docs/decisions.md, 67). A checkpoint without the file gives a warning, and rules begin anew.
+# What `fit` has learnt is another one on each rank, so each rank writes a file of its own, and reads it if there are as
+# many ranks as before. Otherwise `fit` learns again, in the first steps.
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._ranks import global_rank, world_ranks
 from disthooks.config import Plan, Prepared
 from disthooks.config.agree import check_not_alone
 from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import attach
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
+from disthooks.saved.fit import Fitted
 
 
 def framework(module: str, wanted_by: str, install: str) -> Any:
@@ -58,6 +62,11 @@ def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[
     return attach(plan, model, optimizer, sinks)
 
 
+def fitted_of(prepared: Prepared | None) -> Fitted | None:
+    """What ``fit: true`` of a configuration attached; None without it."""
+    return prepared.saving.fitted if prepared is not None and prepared.saving is not None else None
+
+
 def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
     """Load the state of ``gradients`` from ``file``. If there is no such file, warn and return False.
 
@@ -78,6 +87,26 @@ def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     return True
+
+
+def save_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:
+    """Write what ``fitted`` has learnt on this rank into a checkpoint's folder. Every rank calls it."""
+    file = _fit_file(folder, i)
+    file.parent.mkdir(parents=True, exist_ok=True)  # the first rank may not have made it yet
+    torch.save({"ranks": len(world_ranks()), "fit": fitted.state_dict()}, file)
+
+
+def load_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:
+    """Load what :func:`save_fit` has written on this rank, if there were as many ranks."""
+    file = _fit_file(folder, i)
+    if file.exists():
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        if found["ranks"] == len(world_ranks()):
+            fitted.load_state_dict(found["fit"])
+
+
+def _fit_file(folder: str | os.PathLike[str], i: int) -> pathlib.Path:
+    return pathlib.Path(folder, f"disthooks_fit_{i}_rank_{global_rank()}.pt")
 
 
 def file_in(folder: str | os.PathLike[str], i: int) -> pathlib.Path:

@@ -30,7 +30,16 @@ from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks import AccelerateTracker, Jsonl
-from disthooks.integrations._shared import attach_found, file_in, framework, load_into
+from disthooks.integrations._shared import (
+    attach_found,
+    file_in,
+    fitted_of,
+    framework,
+    load_fit,
+    load_into,
+    save_fit,
+)
+from disthooks.saved.fit import Fitted
 
 _tracking: Any = framework("accelerate.tracking", __name__, "accelerate")
 
@@ -75,6 +84,10 @@ def prepare(
     prepared = attach_found(config, model, optimizer, [_ToTrackers(accelerator)])
     if prepared.gradients is not None:
         connect(accelerator, prepared.gradients)
+    if (fitted := fitted_of(prepared)) is not None:
+        around = _Around.of(accelerator)
+        around.fits.append(fitted)
+        fitted.on_remove(functools.partial(around.leave_fit, fitted))
     return prepared
 
 
@@ -85,8 +98,8 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
       once a step, so that statistics are of gradients before your own clipping. (DeepSpeed clips after disthooks.)
     - ``accelerator.backward(loss)`` hands in the loss, for ``stats.Loss`` and ``SkipSpike``.
     - ``accelerator.save_state`` writes the state of rules and statistics, and the number of steps, to its own file;
-      ``load_state`` reads it. The other files are as they would be without disthooks, and a checkpoint can be loaded
-      with and without it.
+      ``load_state`` reads it. With :func:`prepare` and ``fit: true`` each rank also writes what ``fit`` has learnt. The
+      other files are as they would be without disthooks, and a checkpoint can be loaded with and without it.
     - ``accelerator.end_training`` waits for the last record.
 
     Args:
@@ -192,6 +205,7 @@ class _Around:
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
         self._attached: list[weakref.ref[Gradients]] = []  # an accelerator outlives models that are dropped
+        self.fits: list[Fitted] = []
         self.clipping: set[int] | None = None
         names = ("backward", "unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
         self.true: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in names}
@@ -220,7 +234,16 @@ class _Around:
     def leave(self, gradients: Gradients) -> None:
         """Disconnect an attachment; after the last one the accelerator has its own methods again."""
         self._attached = [weakref.ref(one) for one in self.attached if one is not gradients]
-        if self._attached:
+        self._restore()
+
+    def leave_fit(self, fitted: Fitted) -> None:
+        """Leave the state of ``fitted`` out of the checkpoints that follow."""
+        self.fits = [one for one in self.fits if one is not fitted]
+        self._restore()
+
+    def _restore(self) -> None:
+        """Give the accelerator its own methods again, if nothing is connected."""
+        if self._attached or self.fits:
             return
         for handle in self.handles:
             handle.remove()
@@ -290,10 +313,14 @@ class _Around:
             state = gradients.state_dict()  # every rank, since it may flush
             if writes:
                 torch.save(state, file_in(folder, i))
+        for i, fitted in enumerate(self.fits):
+            save_fit(fitted, folder, i)
 
     def load(self, models: Any, folder: str) -> None:
         for i, gradients in enumerate(self.attached):
             load_into(gradients, file_in(folder, i))
+        for i, fitted in enumerate(self.fits):
+            load_fit(fitted, folder, i)
 
 
 def _check(accelerator: Any) -> None:

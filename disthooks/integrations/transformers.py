@@ -21,7 +21,15 @@ from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, portable, scalars
-from disthooks.integrations._shared import attach_found, file_in, framework, load_into
+from disthooks.integrations._shared import (
+    attach_found,
+    file_in,
+    fitted_of,
+    framework,
+    load_fit,
+    load_into,
+    save_fit,
+)
 from disthooks.integrations.accelerate import connect
 from disthooks.saved.report import SavedReport
 
@@ -41,7 +49,8 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     The console shows three of the numbers beside the loss. All numbers of each step that the Trainer logs are in its
     log: in ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and every other tracker; of saved
     tensors the log has the bytes moved and the seconds waited. Sinks of the configuration get all numbers of those
-    steps, and of each ``every``-th. The state of rules and statistics is in each checkpoint, as ``disthooks.pt``.
+    steps, and of each ``every``-th. The state of rules and statistics is in each checkpoint, as ``disthooks.pt``, and
+    what ``fit`` has learnt is there too, in a file for each rank.
 
     Args:
         config: a file, a dict or a plan; by default the file that ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the
@@ -87,6 +96,8 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         model, optimizer = trainer.model_wrapped, trainer.optimizer
         self.prepared = attach_found(self.config, model, optimizer)
         self.saved, self._logged = None, state.global_step - 1
+        if (fitted := fitted_of(self.prepared)) and (resumed := variables.get("resume_from_checkpoint")):
+            load_fit(fitted, resumed)
         if (gradients := self.prepared.gradients) is not None:
             try:
                 connect(trainer.accelerator, gradients)
@@ -121,12 +132,17 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state into the checkpoint that the Trainer has just made."""
-        if self.prepared is None or self.prepared.gradients is None:
+        fitted, gradients = fitted_of(self.prepared), self.prepared and self.prepared.gradients
+        if not fitted and not gradients:
             return
-        kept = self.prepared.gradients.state_dict()  # every rank, since it may flush
         trainer, variables = _calling(self)
         output = trainer._get_output_dir(variables.get("trial"))  # a search has one for each trial
         folder = pathlib.Path(output, f"checkpoint-{state.global_step}")
+        if fitted:
+            save_fit(fitted, folder)
+        if not gradients:
+            return
+        kept = gradients.state_dict()  # every rank, since it may flush
         if args.should_save and folder.is_dir():
             torch.save(kept, self._file(trainer, folder))
         elif args.should_save:

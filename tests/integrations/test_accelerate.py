@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks import memory
 from disthooks.errors import AttachError, ConfigError, UsageError
 from tests.support.accelerated import ENGINES, LIMIT, accelerator, llama, step, told, weights
 from tests.support.ranks.harness import Ranks
@@ -379,3 +380,35 @@ def test_a_checkpoint_of_other_rules_is_refused_with_its_name(tmp_path: pathlib.
             pytest.raises(UsageError, match=r"disthooks\.pt: the state is of the rules \['Scale'\]"),
         ):
             acc.load_state(str(tmp_path))
+
+
+def _fitted(rank: int, folder: str) -> tuple[bool, list[str], int]:
+    """Whether a new run begins with what fit had learnt; the files of the checkpoint; the limit in its first step."""
+    config: dict[str, Any] = {"fit": True, "budget": "8 GiB"}
+    config["save"] = [{"modules": LAYERS, "store": {"kind": "OnDisk", "directory": "/tmp"}}]
+    memory.release_promptly()
+    states, limits = [], []
+    for run in range(2):
+        with accelerator("ddp") as acc:
+            model = llama()
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with integration.prepare(acc, model, optimizer, config) as hooks:
+                if run:
+                    acc.load_state(folder)
+                    states.append(hooks.saving.fitted.state_dict())
+                for number in range(3):
+                    step(acc, model, optimizer, number, rank)
+                    limits.append(hooks.saving.fitted.report().limit)
+                if not run:
+                    states.append(hooks.saving.fitted.state_dict())
+                    acc.save_state(folder)
+            acc.wait_for_everyone()
+    return states[0] == states[1], sorted(file.name for file in pathlib.Path(folder).glob("disthooks*")), limits[3]
+
+
+@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
+def test_what_fit_has_learnt_is_in_the_checkpoint(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for same, files, limit in ranks(_fitted, str(tmp_path), timeout=300):
+        assert same
+        assert files == ["disthooks_fit_0_rank_0.pt", "disthooks_fit_0_rank_1.pt"]
+        assert limit > 0, "the first step after the restart moves no more than it has to"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import disthooks as dh
+from disthooks import memory
 from disthooks.errors import MatchError, UsageError
 from tests.support.accelerated import llama, surroundings, tokens
 from tests.support.ranks.harness import Ranks
@@ -372,3 +373,29 @@ def test_sft_trainer_with_lora(tmp_path: pathlib.Path) -> None:
     assert agree(logged(made))
     assert "mean_token_accuracy" in logged(made)[0]
     assert callback.saved.moved > 0
+
+
+@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
+def test_what_fit_has_learnt_is_in_the_checkpoint(tmp_path: pathlib.Path) -> None:
+    from transformers import TrainerCallback
+
+    class Limits(TrainerCallback):
+        def __init__(self, callback: DisthooksCallback) -> None:
+            self.callback, self.seen = callback, []
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seen.append(self.callback.prepared.saving.fitted.report().limit)
+
+    memory.release_promptly()
+    found = []
+    for resumed in (None, f"{tmp_path}/checkpoint-3"):
+        fit = {"fit": True, "budget": memory.resident() + (512 << 20), "save": [LAYERS]}
+        callback = DisthooksCallback(fit)
+        limits = Limits(callback)
+        made = trainer(tmp_path, [callback, limits], save_strategy="steps", save_steps=3, max_steps=5)
+        made.train(resume_from_checkpoint=resumed)
+        found.append(limits.seen)
+    assert (tmp_path / "checkpoint-3" / "disthooks_fit_0_rank_0.pt").is_file()
+    assert found[0][0] == 0, "the first step of all moves everything"
+    assert found[1][0] > 0
+    assert len(found[1]) == 2
