@@ -37,7 +37,10 @@ class _Untouched(TyperCommand):
 
 
 def _with_short_errors(command: F) -> F:
-    """Make ``command`` print an error of disthooks in one line on stderr, instead of a traceback, and exit with 1."""
+    """Make ``command`` print an error of disthooks in one line on stderr, instead of a traceback, and exit with 1.
+
+    ``diff`` exits with 2, as diff and cmp do: with ``--exit-code`` 1 means that the runs differ.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +48,7 @@ def _with_short_errors(command: F) -> F:
             return command(*args, **kwargs)
         except DisthooksError as error:
             print(as_line(error), file=sys.stderr)
-            raise typer.Exit(1) from None
+            raise typer.Exit(2 if command is diff else 1) from None
 
     return cast(F, run)
 
@@ -101,8 +104,8 @@ def run(words: list[str] | None = None) -> int:
         words: the name of the command and its arguments; by default the arguments of this process.
 
     Returns:
-        The exit code: 0 if it went well, 1 if the command failed, 2 if the arguments are wrong (one line on stderr says
-        why), 130 after Ctrl-C.
+        The exit code: 0 if it went well, 1 if the command failed (2 if ``diff`` did), 2 if the arguments are wrong (one
+        line on stderr says why), 130 after Ctrl-C.
     """
     try:
         code = typer.main.get_command(app).main(words, prog_name="disthooks", standalone_mode=False)

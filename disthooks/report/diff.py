@@ -1,13 +1,19 @@
-"""``compare``: the first module, rank and step in which two runs do not compute the same bits."""
+"""``compare_runs``: the first module, rank and step in which two runs do not compute the same bits."""
 
 # [Note: where a difference begins]
 # Within a step forward comes first, module by module in the order of the calls, then the ranks' own gradients from the
 # last parameter to the first, then the final gradients, then the parameters after the update. The first of these that
 # is not the same in both runs is where the difference begins. If it is a module and its input is the same, the module
 # makes the difference; if its input differs too, code between the modules does, or the batch.
+#
+# [Note: which runs are compared]
+# The first run of one log is compared with the first run of the other, the second with the second, and so on. What has
+# no counterpart is counted as left out: runs, steps, fingerprints, and what depends on the batch of a rank if the runs
+# have other numbers of ranks. Runs are not called the same if nothing of them was compared: that is an error.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +21,7 @@ from disthooks.errors import UsageError
 from disthooks.report.log import Run, number
 
 _DIGITS = 16
+_ALL = 2**60
 
 
 class Difference(NamedTuple):
@@ -44,13 +51,32 @@ class Comparison(NamedTuple):
         steps: the steps that both runs have fingerprints of.
         compared: how many fingerprints were compared.
         first: the first difference; None if all are the same.
-        notes: what could not be compared.
+        left_out: how many of what were not compared. See [Note: which runs are compared].
+        notes: why.
     """
 
     steps: list[int]
     compared: int
     first: Difference | None
+    left_out: Counter[str]
     notes: list[str]
+
+
+class Pairs(NamedTuple):
+    """The comparisons of all runs of two logs.
+
+    Attributes:
+        found: for each pair of runs its number, the first being 1, and what was found.
+        left_out: how many of what were not compared, in all pairs, and runs without a counterpart.
+    """
+
+    found: list[tuple[int, Comparison]]
+    left_out: Counter[str]
+
+    @property
+    def are_same(self) -> bool:
+        """Whether nothing differs that was compared."""
+        return all(each.first is None for _, each in self.found)
 
 
 _WHAT = {
@@ -62,45 +88,64 @@ _WHAT = {
 }
 
 
+def compare_runs(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
+    """Compare each run of a log with that of another log. See [Note: which runs are compared].
+
+    Raises:
+        UsageError: when no run has anything in common with its counterpart.
+    """
+    found, left_out, errors = [], Counter[str](), []
+    for place, pair in enumerate(zip(one, other, strict=False), 1):
+        try:
+            found.append((place, compare(*pair)))
+            left_out += found[-1][1].left_out
+        except UsageError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0] if errors else UsageError("no step is logged there yet")
+    alone = len(one) - len(other)
+    left_out += Counter({_ALONE[alone < 0].format("runs"): abs(alone), "pairs with nothing in common": len(errors)})
+    return Pairs(found, left_out)
+
+
 def compare(one: Run, other: Run) -> Comparison:
     """Compare the fingerprints of two runs, step by step. See [Note: where a difference begins].
 
     Raises:
         UsageError: when there is nothing to compare.
     """
-    tables = [run.texts for run in (one, other)]
-    shared = [(of, kind) for of, kind in _KINDS if all((of, f"fingerprint/{kind}") in table for table in tables)]
-    places = [{step: at for at, step in enumerate(run.steps)} for run in (one, other)]
-    steps = [
-        step for step in one.steps if step in places[1] and _has(one, places[0][step]) and _has(other, places[1][step])
-    ]
-    if not shared or not steps:
+    printed = [{step: at for at, step in enumerate(run.steps) if _has(run, at)} for run in (one, other)]
+    steps = [step for step in printed[0] if step in printed[1]]
+    if not steps:
         raise UsageError(
             "the runs have no fingerprints of the same steps: give stats.Fingerprints() to gradients(stats=[...]) in "
             "both, in YAML {kind: Fingerprints}"
         )
-    notes = list(_notes(one, other, shared))
-    has_ranks = one.about.get("ranks") == other.about.get("ranks")
-    # Which parts or copies of a parameter a rank has depends on the engine.
-    has_copies = has_ranks and one.about.get("engine") == other.about.get("engine")
+    left_out = Counter({_ALONE[i].format("steps"): len(printed[i]) - len(steps) for i in range(2)})
     compared, first = 0, None
     for step in steps:
-        found = []
-        for of, kind in shared:
-            if not has_ranks and kind in _OF_RANKS:
-                continue
-            for name, mine, theirs in _pairs(one, other, places, step, of, kind):
-                compared += 1
-                if kind == "update" and not has_copies:
-                    mine, theirs = mine[:_DIGITS], theirs[:_DIGITS]
-                if mine != theirs:
-                    found.append((of, kind, name, mine, theirs))
+        found: list[_Found] = []
+        for of, kind in _KINDS:
+            mine, theirs = (_prints(run, at[step], of, kind) for run, at in zip((one, other), printed, strict=True))
+            names, digits = [name for name in mine if name in theirs], _digits(one, other, kind)
+            left_out += Counter(
+                {_ALONE[i].format("fingerprints"): len(x) - len(names) for i, x in enumerate((mine, theirs))}
+            )
+            left_out[_OF_BATCH] += 0 if digits else len(names)
+            compared += len(names) if digits else 0
+            pairs = [(of, kind, name, mine[name][:digits], theirs[name][:digits]) for name in names]
+            found += [each for each in pairs if each[3] != each[4]]
         if found:
             first = _first(one, step, found)
             break
-    return Comparison(steps, compared, first, notes)
+    if not compared:
+        raise UsageError(f"the runs have nothing in common that can be compared: {_said(left_out)}")
+    return Comparison(steps, compared, first, +left_out, list(_notes(one, other)))
 
 
+#: What has no counterpart, in the first run and in the second.
+_ALONE = ("{} only in the first", "{} only in the second")
+_OF_BATCH = "fingerprints that depend on the batch of a rank"
 #: In the order of [Note: where a difference begins].
 _KINDS = (("module", "input"), ("module", "output"), ("param", "own"), ("param", "grad"), ("param", "update"))
 _OF_RANKS = ("input", "output", "own")  # they depend on the batch of a rank
@@ -111,19 +156,19 @@ def _has(run: Run, at: int) -> bool:
     return any(column[at] is not None for (_, name), column in run.texts.items() if name.startswith("fingerprint/"))
 
 
-def _pairs(
-    one: Run, other: Run, places: Sequence[dict[int, int]], step: int, of: str, kind: str
-) -> Iterator[tuple[str, str, str]]:
-    key = of, f"fingerprint/{kind}"
-    mine, theirs = (run.texts[key][at[step]] for run, at in zip((one, other), places, strict=True))
-    if mine is None or theirs is None:
-        return
-    there = dict(zip(other.names[of], theirs, strict=True))
-    order = one.order[of] if of == "module" else one.order[of][::-1]
-    for place in order:
-        name = one.names[of][place]
-        if isinstance(mine[place], str) and isinstance(there.get(name), str):
-            yield name, mine[place], there[name]
+def _digits(one: Run, other: Run, kind: str) -> int:
+    """How many digits of a fingerprint depend on nothing in which the runs may differ."""
+    if one.about.get("ranks") != other.about.get("ranks"):
+        return 0 if kind in _OF_RANKS else _DIGITS if kind == "update" else _ALL
+    # Which parts or copies of a parameter a rank has depends on the engine.
+    return _DIGITS if kind == "update" and one.about.get("engine") != other.about.get("engine") else _ALL
+
+
+def _prints(run: Run, at: int, of: str, kind: str) -> dict[str, str]:
+    """The fingerprints of one kind in one record, in the order of [Note: where a difference begins]."""
+    column = run.texts.get((of, f"fingerprint/{kind}"), {at: None})[at] or [None] * len(run.names[of])
+    order = run.order[of] if of == "module" else run.order[of][::-1]
+    return {run.names[of][place]: column[place] for place in order if isinstance(column[place], str)}
 
 
 def _first(run: Run, step: int, found: Sequence[_Found]) -> Difference:
@@ -154,29 +199,32 @@ def _rank(mine: str, theirs: str, run: Run, kind: str) -> int | None:
     return fits[0] - 1 if len(fits) == 1 else None
 
 
-def _notes(one: Run, other: Run, shared: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _notes(one: Run, other: Run) -> Iterator[str]:
     ranks = [run.about.get("ranks") for run in (one, other)]
     if ranks[0] != ranks[1]:
         yield (
             f"The runs have {ranks[0]} and {ranks[1]} ranks, so their batches differ from rank to rank: only final "
             "gradients and parameters were compared."
         )
-    for of, what in (("module", "modules"), ("param", "parameters")):
-        alone = [len(set(a.names[of]) - set(b.names[of])) for a, b in ((one, other), (other, one))]
-        if any(alone) and any(kind == of for kind, _ in shared):
-            yield f"{alone[0]} {what} are only in the first run, and {alone[1]} only in the second."
 
 
-def sentences(found: Comparison) -> list[str]:
-    """What was found, in words.
+def _said(left_out: Counter[str]) -> str:
+    return ", ".join(f"{what}: {many:,}" for what, many in left_out.items() if many)
 
-    >>> sentences(Comparison([0, 10], 40, None, []))
+
+def pair_sentences(found: Comparison) -> list[str]:
+    """What was found in a pair of runs, in words; without what was left out.
+
+    >>> pair_sentences(Comparison([0, 10], 40, None, Counter(), []))
     ['The runs are the same bit for bit: 40 fingerprints of 2 steps, 0 to 10, are the same.']
+    >>> pair_sentences(Comparison([0], 1, None, Counter({"steps only in the first": 3}), []))
+    ['What was compared is the same bit for bit: 1 fingerprints of 1 step, 0 to 0, are the same.']
     """
     first, steps = found.first, found.steps
     if first is None:
         many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {steps[0]} to {steps[-1]}, are the same"
-        return [f"The runs are the same bit for bit: {found.compared:,} fingerprints of {many}.", *found.notes]
+        what = "What was compared is" if found.left_out else "The runs are"
+        return [f"{what} the same bit for bit: {found.compared:,} fingerprints of {many}.", *found.notes]
     on = "" if first.rank is None else f" on rank {first.rank}"
     told = [f"Step {first.step}{on}: {_WHAT[first.what].format(where=first.where)} differs."]
     if first.has_same_input:
@@ -199,13 +247,33 @@ def sentences(found: Comparison) -> list[str]:
     return [*told, *found.notes]
 
 
-def document(found: Comparison) -> dict[str, Any]:
-    """The same in plain values."""
+def sentences(pairs: Pairs) -> list[str]:
+    """What was found in all runs, in words."""
+    told = []
+    for place, found in pairs.found:
+        told += [f"Run {place} of both logs:"] if place > 1 or len(pairs.found) > 1 else []
+        told += pair_sentences(found)
+    if pairs.left_out:
+        told.append(f"Not compared: {_said(pairs.left_out)}. The runs of the two logs are paired by their order.")
+    return told
+
+
+def document(pairs: Pairs) -> dict[str, Any]:
+    """The same in plain values; ``steps`` and ``first`` are of the first pair that differs, or of the first one."""
+    runs = [{"pair": place, **_plain(found)} for place, found in pairs.found]
+    shown = next((run for run in runs if run["first"] is not None), runs[0])
     return {
-        "same": found.first is None,
-        "steps": found.steps,
-        "compared": found.compared,
-        "first": None if found.first is None else found.first._asdict(),
-        "sentences": sentences(found),
-        "notes": found.notes,
+        "same": pairs.are_same,
+        "whole": not pairs.left_out,
+        "steps": shown["steps"],
+        "compared": sum(run["compared"] for run in runs),
+        "first": shown["first"],
+        "left_out": pairs.left_out,
+        "sentences": sentences(pairs),
+        "notes": list(dict.fromkeys(note for run in runs for note in run["notes"])),
+        "runs": runs,
     }
+
+
+def _plain(found: Comparison) -> dict[str, Any]:
+    return found._asdict() | {"first": found.first and found.first._asdict()}

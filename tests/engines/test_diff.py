@@ -62,6 +62,7 @@ def test_an_engine_is_the_same_as_ddp(ranks: Ranks, engine: str, tmp_path: pathl
     ranks(_logged, engine, str(files[1]))
     found = differ(*files)
     assert found["same"], found
+    assert found["whole"], found
     assert found["steps"] == [0, 1, 2]
     assert found["compared"] == 3 * (2 * 5 + 3 * 8)  # modules with input and output, and parameters
 
@@ -105,7 +106,7 @@ def test_what_cannot_be_compared(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "plain.jsonl"
     file.write_text('{"step": 0, "loss": 1.0}\n')
     result = CliRunner().invoke(app, ["diff", str(file), str(file)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "give stats.Fingerprints() to gradients" in result.stderr
 
 
