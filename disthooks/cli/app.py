@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -21,6 +20,7 @@ from disthooks.cli.diff import diff
 from disthooks.cli.env import env
 from disthooks.cli.explain import explain
 from disthooks.cli.fit import fit
+from disthooks.cli.output import line
 from disthooks.cli.report import report
 from disthooks.cli.watch import watch
 from disthooks.errors import DisthooksError, as_line
@@ -47,7 +47,7 @@ def _with_short_errors(command: F) -> F:
         try:
             return command(*args, **kwargs)
         except DisthooksError as error:
-            print(as_line(error), file=sys.stderr)
+            line(as_line(error), error=True)
             raise typer.Exit(2 if command is diff else 1) from None
 
     return cast(F, run)
@@ -112,7 +112,7 @@ def run(words: list[str] | None = None) -> int:
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "disthooks"
-        print(as_line(f"{error.format_message()} ({where} -h says what there is)"), file=sys.stderr)
+        line(as_line(f"{error.format_message()} ({where} -h says what there is)"), error=True)
         return 2
     except (typer.Abort, KeyboardInterrupt):
         return 130

@@ -136,7 +136,8 @@ def _show_advice(best: list[Advice]) -> None:
     for number, change in enumerate(best, 1):
         _say(f"advice {number}: {change.title}: {change.text}")
         if change.yaml or change.code:
-            line(textwrap.indent((change.yaml or change.code).rstrip(), "    "))
+            for each in (change.yaml or change.code).rstrip().splitlines():
+                line(f"    {each}")
 
 
 def _check_folder(output: str | None) -> None:

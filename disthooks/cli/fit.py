@@ -61,4 +61,5 @@ def fit(
         line(f"# Predicted: {found.text}.")
         if device == "cpu":
             line("# This counts tensors. A budget of dh.fit on a CPU counts the whole process, libraries too.")
-        line(found.yaml.rstrip())
+        for each in found.yaml.rstrip().splitlines():
+            line(each)

@@ -1,5 +1,10 @@
 """Tables and lines for a terminal. In a file or a pipe they have no colours, and no line is folded."""
 
+# [Note: text that is not ours]
+# Names in a log, in a model or of a file may hold control characters, which a terminal obeys: they move the cursor, set
+# the title of the window, or turn the direction of a line. So all that is printed goes through `plain`, which shows a
+# character that is not printable as its escape. `line`, `table`, `styled` and the console do so for every caller.
+
 from __future__ import annotations
 
 import contextlib
@@ -14,12 +19,37 @@ _WIDE = 100_000  # columns if stdout is no terminal, so that no line is folded
 _COLOURS = {"red": "31", "green": "32", "yellow": "33"}
 
 
+def plain(text: str) -> str:
+    r"""``text`` with each character that is not printable shown as its escape. See [Note: text that is not ours].
+
+    >>> print(plain("a\x1b[2Jb\nc\u202e é"))
+    a\x1b[2Jb\nc\u202e é
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def console() -> Any:
     """A console on stdout. It is made at each use, because a test may have replaced stdout."""
     from rich.console import Console
+    from rich.segment import Segment
+
+    class Plain(Console):
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **kwargs):
+                is_ours = segment.control or segment.text == "\n"
+                yield segment if is_ours else segment._replace(text=plain(segment.text))
 
     width = None if sys.stdout.isatty() else _WIDE
-    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    return Plain(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+
+
+def styled(text: str, style: str = "") -> Any:
+    """``text`` in a style, as a part of what a console prints; markup in it has no effect."""
+    from rich.text import Text
+
+    return Text(plain(text), style)
 
 
 def table(
@@ -35,10 +65,9 @@ def table(
     """
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     made = Table(
-        title=Text(title, style="bold") if title else None,
+        title=styled(title, "bold") if title else None,
         title_justify="left",
         show_header=bool(heads),
         box=box.SQUARE,
@@ -47,13 +76,13 @@ def table(
     for i in range(max([len(heads), *map(len, texts)])):
         numbers = i in right
         made.add_column(
-            Text(heads[i]) if heads else "",
+            styled(heads[i]) if heads else "",
             justify="right" if numbers else "left",
             no_wrap=numbers or (i == 0 and not heads),
             overflow="fold",
         )
     for row in texts:
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*map(styled, row))
     return made
 
 
@@ -65,7 +94,7 @@ def line(text: str, colour: str = "", error: bool = False) -> None:
         colour: "red", "green" or "yellow"; used only on a terminal, and not if ``NO_COLOR`` is set.
         error: whether to print on stderr instead of stdout.
     """
-    stream = sys.stderr if error else sys.stdout
+    text, stream = plain(text), sys.stderr if error else sys.stdout
     shown = colour and stream.isatty() and not os.environ.get("NO_COLOR")
     print(f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if shown else text, file=stream)
 

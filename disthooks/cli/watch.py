@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from disthooks.cli.output import console
+from disthooks.cli.output import console, styled
 from disthooks.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,18 +60,17 @@ def watch(
 def frame(file: pathlib.Path, run: Run | None) -> Any:
     """What the terminal shows of a run now. See [Note: a picture of the run in a terminal]."""
     from rich.console import Group
-    from rich.text import Text
 
     if run is None:
-        return Text(f"{file}: no step is logged there yet")
+        return styled(f"{file}: no step is logged there yet")
     from disthooks.report.culprit import culprits
 
-    parts: list[Any] = [Text(_head(file, run), style="bold")]
+    parts: list[Any] = [styled(_head(file, run), "bold")]
     wrong = culprits(run)
     for culprit in wrong[-3:]:
-        parts.append(Text(culprit.text, style="red"))
+        parts.append(styled(culprit.text, "red"))
     if not wrong:
-        parts.append(Text(f"Nothing stands out in the last {len(run.records)} logged steps.", style="green"))
+        parts.append(styled(f"Nothing stands out in the last {len(run.records)} logged steps.", "green"))
     parts += _curves(run)
     parts += _layers(run)
     parts += _ranks(run)
@@ -93,8 +92,6 @@ def _head(file: pathlib.Path, run: Run) -> str:
 
 def _curves(run: Run) -> list[Any]:
     """A line for each of the most important numbers: its last value and its course."""
-    from rich.text import Text
-
     from disthooks.report.sentences import figure
 
     made = []
@@ -102,7 +99,7 @@ def _curves(run: Run) -> list[Any]:
         column = run.column(name)[-_STEPS:]
         known = [value for value in column if value is not None]
         if known:
-            text = Text(f"{label:>16} {figure(name, known[-1]):>10} ")
+            text = styled(f"{label:>16} {figure(name, known[-1]):>10} ")
             text.append(_bars([value if value is None else float(value) for value in column]), style="cyan")
             made.append(text)
     return made
@@ -129,8 +126,6 @@ def _bars(column: list[float | None]) -> str:
 
 def _layers(run: Run) -> list[Any]:
     """A row for each group of layers: how far its gradients are from the usual, step by step."""
-    from rich.text import Text
-
     from disthooks.report.moved import scores, values_of
 
     values = values_of(run, "param", "grad_norm")
@@ -147,10 +142,10 @@ def _layers(run: Run) -> list[Any]:
             f"{names[at]} …": [place for name in names[at : at + each] for place in groups[name]]
             for at in range(0, len(names), each)
         }
-    made = [Text("gradients against the usual: ▁ below, ▄ as usual, █ ten times", style="dim")]
+    made = [styled("gradients against the usual: ▁ below, ▄ as usual, █ ten times", "dim")]
     for name, places in groups.items():
         row = distance[:, places].nanmedian(1).values.tolist()
-        text = Text(f"{name[-16:]:>16} ")
+        text = styled(f"{name[-16:]:>16} ")
         for value in row:
             level = 3 if value != value else max(0, min(7, round(3 + 4 * value)))
             text.append(" " if value != value else _BARS[level], style=_INKS[level])
@@ -171,8 +166,6 @@ def _group(name: str) -> str:
 
 def _ranks(run: Run) -> list[Any]:
     """Which rank took longest, and which had the largest norm, of the last steps."""
-    from rich.text import Text
-
     made = []
     for phase in ("input", "forward", "backward"):
         most = [each for each in run.column(f"{phase}_seconds/max_rank")[-_STEPS:] if each is not None]
@@ -182,18 +175,16 @@ def _ranks(run: Run) -> list[Any]:
             rank = statistics.mode(who)
             usual, slowest = (_seconds(statistics.median(column)) for column in (mean, most))
             share = f"rank {rank} in {who.count(rank) / len(who):.0%} of steps"
-            made.append(Text(f"{phase:>16} mean {usual}, slowest rank {slowest}, {share}"))
+            made.append(styled(f"{phase:>16} mean {usual}, slowest rank {slowest}, {share}"))
     leads = [each for each in run.labels("grad_norm/argmax_rank")[-_STEPS:] if isinstance(each, int)]
     if leads and (run.about.get("ranks") or 1) > 1:
         rank = statistics.mode(leads)
-        made.append(Text(f"{'largest norm':>16} rank {rank} in {leads.count(rank) / len(leads):.0%} of steps"))
+        made.append(styled(f"{'largest norm':>16} rank {rank} in {leads.count(rank) / len(leads):.0%} of steps"))
     return made
 
 
 def _saved(run: Run) -> list[Any]:
     """What is held where, of saved tensors."""
-    from rich.text import Text
-
     from disthooks.report.sentences import figure
 
     last = run.records[-1]
@@ -202,7 +193,7 @@ def _saved(run: Run) -> list[Any]:
         for name, value in last.items()
         if name.startswith("saved/") and name.endswith((*_TIERS, "moved_per_step")) and isinstance(value, (int, float))
     ]
-    return [Text(f"{'saved tensors':>16} {', '.join(told)}")] if told else []
+    return [styled(f"{'saved tensors':>16} {', '.join(told)}")] if told else []
 
 
 def _seconds(value: float) -> str:

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import pathlib
+import stat
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -207,17 +208,28 @@ def file_of(path: pathlib.Path) -> pathlib.Path:
     """``path`` itself if it is a file, or the one log in the directory ``path``.
 
     Raises:
-        UsageError: if there is none, or several.
+        UsageError: if there is none, or several, or if it is no file: to read a named pipe may take for ever.
     """
-    if path.is_file():
-        return path
-    if not path.is_dir():
+    if path.is_dir():
+        named = sorted(path.rglob("gradients.jsonl")) or sorted(path.rglob("*.jsonl"))
+        if len(named) != 1:
+            what = f"{len(named)} logs: {', '.join(map(str, named[:_MOST]))}" if named else "no .jsonl file"
+            raise UsageError(f"{path} has {what}; give the file")
+        path = named[0]
+    if not path.exists():
         raise UsageError(f"{path}: there is no such file or directory; give what the sink Jsonl was given as path")
-    named = sorted(path.rglob("gradients.jsonl")) or sorted(path.rglob("*.jsonl"))
-    if len(named) != 1:
-        what = f"{len(named)} logs: {', '.join(map(str, named[:_MOST]))}" if named else "no .jsonl file"
-        raise UsageError(f"{path} has {what}; give the file")
-    return named[0]
+    if not path.is_file():
+        raise UsageError(f"{path} is {_KINDS_OF_FILES.get(stat.S_IFMT(path.stat().st_mode), 'no file')}: give a file")
+    return path
+
+
+_KINDS_OF_FILES = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
 
 
 def read(file: pathlib.Path) -> Log:
