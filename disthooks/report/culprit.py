@@ -34,7 +34,7 @@ from disthooks.report.log import Run, number
 from disthooks.report.moved import Event, Scores, events, others_of, scores, stops, values_of
 
 _GAP = 3  # records without an event that end an episode
-_CERTAIN = ("nonfinite", "replicas", "weights", "dead", "learning rate")
+_CERTAIN = ("nonfinite", "loss", "replicas", "weights", "dead", "learning rate")
 # For how many records what is certain explains jumps that follow: ranks that differ do so for ever.
 _AFTERWARDS, _ALWAYS = 32, 2**60
 #: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
@@ -54,8 +54,8 @@ class Culprit:
     """What went wrong.
 
     Attributes:
-        kind: "nonfinite", "replicas", "weights", "batch", "forward", "backward", "gradient", "update", "learning rate",
-            "dead", "slow" or "jump".
+        kind: "nonfinite", "loss", "replicas", "weights", "batch", "forward", "backward", "gradient", "update",
+            "learning rate", "dead", "slow" or "jump".
         step: the first step in which it is seen.
         where: the module or parameter; "" if it is of the whole model.
         rank: the rank; None if it is of all ranks, or not known.
@@ -79,6 +79,7 @@ class Culprit:
 
 ADVICE = {
     "nonfinite": "Look at the data of this step and at the module's inputs.",
+    "loss": "Look at the batch of this step, and at what the loss divides by or takes the logarithm of.",
     "replicas": "Restart from the last checkpoint. If the same rank is named again, test the memory of its device.",
     "weights": "Give all ranks the same seed before the model is built, or load the same checkpoint on all of them.",
     "batch": "Look at the batch that this rank had in this step.",
@@ -127,7 +128,7 @@ def culprits(run: Run) -> list[Culprit]:
 def _explains(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
     """Whether what is known for certain, of the record at ``at``, explains the jumps of an episode."""
     if culprit.kind not in _CERTAIN:
-        return False
+        return culprit.kind == "forward" and at == episode[0].at  # an output that overflowed is the jump itself
     lasts = _ALWAYS if culprit.kind in ("replicas", "weights") else _AFTERWARDS
     return episode[0].at - lasts <= at <= episode[-1].at + 1
 
@@ -324,10 +325,10 @@ def _times(factor: float) -> str:
 
 
 def _nonfinite(run: Run) -> Iterator[Culprit]:
-    """The first step of each row of steps that were not finite, at most three."""
+    """The first step of each row of steps that were not finite, at most three; the same of the loss alone."""
     outputs = values_of(run, "module", "activation_nonfinite")
-    was_bad = False
-    found = 0
+    was_bad = was_lost = False
+    found = lost = 0
     for at, record in enumerate(run.records):
         bad = outputs is not None and bool((outputs[at] > 0).any())
         count, norm = number(record.get("nonfinite")), number(record.get("grad_norm"))
@@ -336,7 +337,25 @@ def _nonfinite(run: Run) -> Iterator[Culprit]:
         if is_bad and not was_bad and "nonfinite_since" not in record and found < 3:
             found += 1
             yield _of_nonfinite(run, at, record, outputs)
-        was_bad = is_bad
+        loss = number(record.get("loss"))
+        is_lost = was_lost if loss is None else not math.isfinite(loss)
+        if is_lost and not (was_lost or is_bad or was_bad) and lost < 3:
+            lost += 1
+            yield _of_loss(run, at, record)
+        was_bad, was_lost = is_bad, is_lost
+
+
+def _of_loss(run: Run, at: int, record: dict[str, Any]) -> Culprit:
+    """A loss that is not finite, where nothing says so of gradients and outputs."""
+    jumped = [event for event in events(run) if event.at == at and event.signal.of == "module"]
+    if jumped:
+        return _overflowed(run, at, jumped, "the loss", [])
+    became = "NaN" if math.isnan(number(record["loss"]) or 0.0) else "infinite"
+    largest = number(record.get("loss/max_rank"))
+    rank = None if largest is None or math.isfinite(largest) else record.get("loss/argmax_rank")
+    is_known = number(record.get("nonfinite")) == 0 or number(record.get("grad_norm")) is not None
+    finite = ", and the gradients of this step were finite" if is_known else ""
+    return _culprit(run, "loss", at, "", rank, f"the loss became {became}{finite}")
 
 
 def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tensor | None) -> Culprit:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pathlib
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import disthooks as dh
-from disthooks.report.culprit import culprits
+from disthooks.cli.app import app
+from disthooks.report.culprit import Culprit, culprits
 from disthooks.report.log import read
+from disthooks.report.sentences import verdict
+from tests.support.logs import log
 
 
 def test_a_backward_that_went_wrong_in_a_step_in_which_all_gradients_are_large(tmp_path: pathlib.Path) -> None:
@@ -39,3 +47,76 @@ def test_a_backward_that_went_wrong_in_a_step_in_which_all_gradients_are_large(t
     (run,) = read(file).runs
     found = [(culprit.kind, culprit.step, culprit.where) for culprit in culprits(run)]
     assert found == [("backward", 30, "2.0")]
+
+
+def found_in(folder: pathlib.Path, records: list[dict[str, Any]]) -> list[Culprit]:
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run,) = read(file).runs
+    found = culprits(run)
+    assert ("Nothing stands out" in verdict(run, found)[0]) == (not found)
+    return found
+
+
+def test_a_loss_that_is_nan_stands_out(tmp_path: pathlib.Path) -> None:
+    """The first step of each row of such steps; a record without a loss ends no row."""
+    losses = [1.0, math.nan, math.nan, None, math.nan, 1.0, math.inf, 1.0]
+    records = [{"step": 10 * at} | ({} if loss is None else {"loss": loss}) for at, loss in enumerate(losses)]
+    found = found_in(tmp_path, records)
+    assert [(each.kind, each.step, each.where, each.rank) for each in found] == [
+        ("loss", 10, "", None),
+        ("loss", 60, "", None),
+    ]
+    assert [each.text for each in found] == ["Step 10: the loss became NaN.", "Step 60: the loss became infinite."]
+    assert "logarithm" in found[0].advice
+
+
+@pytest.mark.parametrize("known", [{"nonfinite": 0}, {"grad_norm": 1.0}])
+def test_a_loss_of_one_rank_that_is_nan_where_gradients_are_finite(
+    known: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    sound = {"loss": 1.0, "loss/max_rank": 1.1, "loss/argmax_rank": 0}
+    records = [{"step": step, **sound, **known} for step in range(6)]
+    records[4] |= {"loss": "nan", "loss/max_rank": "nan", "loss/argmax_rank": 1}
+    (found,) = found_in(tmp_path, records)
+    assert found.text == "Step 4 on rank 1: the loss became NaN, and the gradients of this step were finite."
+    assert (found.kind, found.step, found.rank) == ("loss", 4, 1)
+
+
+def test_a_loss_that_is_nan_with_its_gradients_is_told_once(tmp_path: pathlib.Path) -> None:
+    records = [{"step": step, "loss": 1.0, "nonfinite": 0} for step in range(6)]
+    for record in records[3:]:
+        record |= {"loss": math.nan, "nonfinite": 5}
+    assert [(each.kind, each.step) for each in found_in(tmp_path, records)] == [("nonfinite", 3)]
+    records[5]["nonfinite"] = 0
+    assert [(each.kind, each.step) for each in found_in(tmp_path, records)] == [("nonfinite", 3)]
+
+
+def test_a_loss_that_is_nan_because_an_output_jumped(tmp_path: pathlib.Path) -> None:
+    lines = [json.loads(line) for line in log(tmp_path / "a.jsonl", steps=40, layers=6).read_text().splitlines()]
+    lines[30]["loss"] = math.inf
+    (found, *_) = found_in(tmp_path, lines)
+    assert (found.kind, found.step) == ("forward", 30)
+    assert found.text.endswith("those of 2 modules behind it; the loss then became infinite or NaN.")
+    assert [each.step for each in found_in(tmp_path, lines)] == [30, 38], "it is told once"
+
+
+def test_a_training_whose_loss_alone_is_nan(tmp_path: pathlib.Path) -> None:
+    """``stats.full()``; what is handed in is not what was computed."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sinks = [dh.sinks.Jsonl(tmp_path / "a.jsonl")]
+    with dh.gradients(model, optimizer, stats=dh.stats.full(), sinks=sinks, every=1) as watch:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            watch.note_loss(loss * (math.nan if step == 3 else 1.0))
+            optimizer.step()
+    (run,) = read(tmp_path / "a.jsonl").runs
+    (found,) = culprits(run)
+    assert found.text == "Step 3: the loss became NaN, and the gradients of this step were finite."
+    for words in (["report"], ["watch", "--once"]):
+        told = CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]]).stdout
+        assert found.text in told
+        assert "Nothing stands out" not in told
