@@ -21,7 +21,7 @@ def diff(
     from disthooks.report import diff as compared
     from disthooks.report.log import file_of, read
 
-    found = compared.compare_runs(*(read(file_of(pathlib.Path(path))).runs for path in (one, other)))
+    found = compared.compare_logs(*(read(file_of(pathlib.Path(path))) for path in (one, other)))
     if as_json:
         document(compared.document(found))
     else:

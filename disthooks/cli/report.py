@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 #: The numbers that the terminal shows first.
 _FIRST = ("loss", "grad_norm", "grad_norm/peak", "clip_ratio", "update_ratio", "lr", "saved/moved_per_step")
 _ROWS = 10  # numbers that the terminal shows
-_MOST = 10  # a text names at most so many steps or line numbers
 
 
 def report(
@@ -43,16 +42,17 @@ def report(
     file = file_of(pathlib.Path(path))
     log = read(file)
     if log.broken and not log.runs:
-        raise UsageError(
-            f"{file}: none of its {len(log.broken)} lines is a record of a run; give what the sink Jsonl wrote"
-        )
+        place, why = next(iter(log.broken.items()))
+        none = f"none of its {len(log.broken)} lines is a record of a run (line {place}: {why})"
+        raise UsageError(f"{file}: {none}; give what the sink Jsonl wrote")
     if output is not None:
         _write(file, log, pathlib.Path(output), compare)
         if not as_json:
             line(f"wrote {output}")
     told = [summary(run) for run in log.runs]
     if as_json:
-        document({"file": str(file), "half": log.half, "broken": log.broken, "runs": told})
+        broken = {"broken": list(log.broken), "why_broken": log.broken_said()}
+        document({"file": str(file), "half": log.half, **broken, "runs": told})
         return
     if not log.runs:
         line(f"{file}: no step is logged there yet")
@@ -60,8 +60,8 @@ def report(
         _show(file, run, several=len(told) > 1)
     if log.half:
         line("the last line is not whole and was left out: the run is writing it, or was killed")
-    if log.broken:
-        line(f"{len(log.broken)} lines are no records and were left out: {log.broken[:_MOST]}")
+    for text in log.broken_said():
+        line(text)
 
 
 def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | None) -> None:
@@ -84,8 +84,7 @@ def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | No
     notes = []
     if log.half:
         notes.append("The last line of the log is not whole: the run is writing it, or was killed.")
-    if log.broken:
-        notes.append(f"{len(log.broken)} lines of the log are no records, and were left out.")
+    notes += [f"{text[:1].upper()}{text[1:]}." for text in log.broken_said()]
     if len(log.runs) > 1:
         notes.append(f"The log has {len(log.runs)} runs; this page shows the last one.")
     predicted = None
@@ -149,9 +148,9 @@ def _heading(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator
     named += f", optimizer {run['optimizer']}" if run["optimizer"] is not None else ""
     yield f"{file}{named}: {run['steps']} logged steps, {run['first_step']} to {run['last_step']}"
     if about := run["about"]:
-        ranks = f"{about['ranks']} rank{'s' if about['ranks'] != 1 else ''}"
-        rules = ", ".join(about["rules"]) or "none"
-        yield f"{about['engine']}, {ranks}, {about['parameters']} parameters, every {about['every']}; rules: {rules}"
+        ranks = f"{about.get('ranks', '?')} rank{'s' if about.get('ranks') != 1 else ''}"
+        what = f"{about.get('engine', 'a run')}, {ranks}, {about.get('parameters', '?')} parameters"
+        yield f"{what}, every {about.get('every', '?')}; rules: {', '.join(about.get('rules', ())) or 'none'}"
     if run["began"] is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["began"]))
         again = f", restarted {run['restarts']} times" if run["restarts"] else ""

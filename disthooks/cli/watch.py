@@ -19,7 +19,7 @@ from disthooks.cli.output import console, styled
 from disthooks.errors import UsageError
 
 if TYPE_CHECKING:
-    from disthooks.report.log import Run
+    from disthooks.report.log import Run, Tail
 
 _BARS = "▁▂▃▄▅▆▇█"
 _INKS = ("bright_black", "blue", "cyan", "green", "yellow", "bright_yellow", "red", "bright_red")
@@ -47,25 +47,28 @@ def watch(
         raise UsageError(f"--every {every}: a number of seconds above 0 is needed")
     tail = Tail(file_of(pathlib.Path(path)))
     if once:
-        console().print(frame(tail.file, tail.read()))
+        console().print(frame(tail))
         return
     from rich.live import Live
 
-    with Live(frame(tail.file, tail.read()), console=console(), auto_refresh=False, screen=False) as live:
+    with Live(frame(tail), console=console(), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
-            live.update(frame(tail.file, tail.read()), refresh=True)
+            live.update(frame(tail), refresh=True)
 
 
-def frame(file: pathlib.Path, run: Run | None) -> Any:
+def frame(tail: Tail) -> Any:
     """What the terminal shows of a run now. See [Note: a picture of the run in a terminal]."""
     from rich.console import Group
 
+    run, parts = tail.read(), list[Any]()
+    if tail.broken:
+        parts.append(styled(f"{tail.broken} lines of {tail.file} are no records; report says why", "yellow"))
     if run is None:
-        return styled(f"{file}: no step is logged there yet")
+        return Group(*parts, styled(f"{tail.file}: no step is logged there yet"))
     from disthooks.report.culprit import culprits
 
-    parts: list[Any] = [styled(_head(file, run), "bold")]
+    parts.insert(0, styled(_head(tail.file, run), "bold"))
     wrong = culprits(run)
     for culprit in wrong[-3:]:
         parts.append(styled(culprit.text, "red"))
@@ -80,7 +83,7 @@ def frame(file: pathlib.Path, run: Run | None) -> Any:
 
 def _head(file: pathlib.Path, run: Run) -> str:
     about = run.about
-    ranks = about.get("ranks", "?")
+    ranks = "?" if run.ranks is None else run.ranks
     what = f"{about.get('engine', 'a run')}, {ranks} rank{'' if ranks == 1 else 's'}" if about else str(file)
     rate = ""
     if run.began is not None and run.ended is not None and run.ended > run.began and run.steps[-1] > run.steps[0]:
@@ -170,14 +173,14 @@ def _ranks(run: Run) -> list[Any]:
     for phase in ("input", "forward", "backward"):
         most = [each for each in run.column(f"{phase}_seconds/max_rank")[-_STEPS:] if each is not None]
         mean = [each for each in run.column(f"{phase}_seconds")[-_STEPS:] if each is not None]
-        who = [each for each in run.labels(f"{phase}_seconds/argmax_rank")[-_STEPS:] if isinstance(each, int)]
+        who = [each for each in run.labels(f"{phase}_seconds/argmax_rank")[-_STEPS:] if each is not None]
         if most and mean and who:
             rank = statistics.mode(who)
             usual, slowest = (_seconds(statistics.median(column)) for column in (mean, most))
             share = f"rank {rank} in {who.count(rank) / len(who):.0%} of steps"
             made.append(styled(f"{phase:>16} mean {usual}, slowest rank {slowest}, {share}"))
-    leads = [each for each in run.labels("grad_norm/argmax_rank")[-_STEPS:] if isinstance(each, int)]
-    if leads and (run.about.get("ranks") or 1) > 1:
+    leads = [each for each in run.labels("grad_norm/argmax_rank")[-_STEPS:] if each is not None]
+    if leads and (run.ranks or 1) > 1:
         rank = statistics.mode(leads)
         made.append(styled(f"{'largest norm':>16} rank {rank} in {leads.count(rank) / len(leads):.0%} of steps"))
     return made

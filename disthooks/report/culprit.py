@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from disthooks.grads.stats.base import PHASES
-from disthooks.report.log import Run, number
+from disthooks.report.log import Run
 from disthooks.report.moved import Event, Scores, events, others_of, scores, stops, values_of
 
 _GAP = 3  # records without an event that end an episode
@@ -181,7 +181,7 @@ def _rates(run: Run) -> Iterator[Culprit]:
         return
     for at in range(_BEGUN, len(rates)):
         now, before = rates[at], rates[at - 1]
-        if not now or not before or now < _RATE * before:
+        if not now or not before or not 0 < _RATE * before <= now:
             continue
         grown = float((updates[at] / updates[at - 1]).nanmedian())
         if grown > (now / before) ** 0.5:
@@ -270,7 +270,7 @@ def _leads(run: Run, at: int, name: str, place: int | None = None) -> bool:
     """Whether the largest number of a rank is far above those of the others on average."""
     of = "" if place is None else "param"
     most = values_of(run, of, f"{name}/max_rank")
-    if most is None or (number(run.about.get("ranks")) or 1) < 2:
+    if most is None or (run.ranks or 1) < 2:
         return False
     if name not in ("loss", "grad_norm"):  # of the largest elements there is no mean
         return True
@@ -331,13 +331,13 @@ def _nonfinite(run: Run) -> Iterator[Culprit]:
     found = lost = 0
     for at, record in enumerate(run.records):
         bad = outputs is not None and bool((outputs[at] > 0).any())
-        count, norm = number(record.get("nonfinite")), number(record.get("grad_norm"))
+        count, norm = record.get("nonfinite"), record.get("grad_norm")
         is_bad = bad or (count or 0) > 0 or bool(record.get("nonfinite_at"))
         is_bad = is_bad or (count is None and norm is not None and not math.isfinite(norm))
         if is_bad and not was_bad and "nonfinite_since" not in record and found < 3:
             found += 1
             yield _of_nonfinite(run, at, record, outputs)
-        loss = number(record.get("loss"))
+        loss = record.get("loss")
         is_lost = was_lost if loss is None else not math.isfinite(loss)
         if is_lost and not (was_lost or is_bad or was_bad) and lost < 3:
             lost += 1
@@ -350,10 +350,10 @@ def _of_loss(run: Run, at: int, record: dict[str, Any]) -> Culprit:
     jumped = [event for event in events(run) if event.at == at and event.signal.of == "module"]
     if jumped:
         return _overflowed(run, at, jumped, "the loss", [])
-    became = "NaN" if math.isnan(number(record["loss"]) or 0.0) else "infinite"
-    largest = number(record.get("loss/max_rank"))
+    became = "NaN" if math.isnan(record["loss"]) else "infinite"
+    largest = record.get("loss/max_rank")
     rank = None if largest is None or math.isfinite(largest) else record.get("loss/argmax_rank")
-    is_known = number(record.get("nonfinite")) == 0 or number(record.get("grad_norm")) is not None
+    is_known = record.get("nonfinite") == 0 or record.get("grad_norm") is not None
     finite = ", and the gradients of this step were finite" if is_known else ""
     return _culprit(run, "loss", at, "", rank, f"the loss became {became}{finite}")
 
@@ -362,7 +362,7 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
     from disthooks.report.sentences import nonfinite_entry, nonfinite_words
 
     step = run.steps[at]
-    evidence = [f"blame found: {text}" for text in _texts(record.get("blame"))]
+    evidence = [f"blame found: {text}" for text in record.get("blame", ())]
     entry = nonfinite_entry(record)
     if entry is not None:
         evidence.insert(0, nonfinite_words(entry)[:1].upper() + nonfinite_words(entry)[1:] + ".")
@@ -382,13 +382,12 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
         return replace(_culprit(run, "nonfinite", at, name, rank, text), evidence=evidence)
     if jumped:
         return _overflowed(run, at, jumped, "gradients", evidence)
-    places = [place for place in record.get("nonfinite_at") or () if isinstance(place, dict)]
-    many = number(record.get("nonfinite_params")) or len(places)
-    ranks = [rank for rank in record.get("nonfinite_ranks") or () if isinstance(rank, int)]
-    rank = ranks[0] if len(ranks) == 1 else places[0].get("rank") if places else None
-    name = str(places[0].get("param", "")) if places else ""
-    if many > 1 and places[0].get("before"):  # backward goes from the last parameter to the first
-        name = _module_of(str(places[0]["before"]))
+    ranks: list[int] = record.get("nonfinite_ranks", [])
+    first: dict[str, Any] = next(iter(record.get("nonfinite_at", ())), {})
+    rank = ranks[0] if len(ranks) == 1 else first.get("rank")
+    name = first.get("param", "")
+    if record.get("nonfinite_params", 2) > 1 and first.get("before"):  # backward goes from the last one to the first
+        name = _module_of(first["before"])
     words = nonfinite_words(entry) if entry is not None else "the gradient norm was not finite"
     return Culprit("nonfinite", step, name, rank, f"Step {step}: {words}.", evidence[1:], ADVICE["nonfinite"])
 
@@ -400,10 +399,6 @@ def _overflowed(run: Run, at: int, jumped: Sequence[Event], what: str, evidence:
     return replace(made, text=text, evidence=evidence)
 
 
-def _texts(found: Any) -> list[str]:
-    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
-
-
 def _whole(values: torch.Tensor | None, at: int, place: int) -> int | None:
     found = math.nan if values is None else float(values[at, place])
     return int(found) if math.isfinite(found) else None
@@ -411,18 +406,18 @@ def _whole(values: torch.Tensor | None, at: int, place: int) -> int | None:
 
 def _replicas(run: Run) -> Iterator[Culprit]:
     """The first comparison that found copies that differ."""
-    record = next((record for record in run.records if number(record.get("replicas/differ"))), None)
+    record = next((record for record in run.records if record.get("replicas/differ")), None)
     if record is None:
         return
-    differ, compared = (number(record.get(f"replicas/{name}")) or 0.0 for name in ("differ", "compared"))
-    after = number(record.get("replicas/steps"))
-    step = record["step"] if after is None else int(after) - 1
-    found = f"found after {after:.0f} steps" if after is not None else f"by step {step}"
-    names, ranks = _texts(record.get("replicas/names")), record.get("replicas/ranks") or []
+    differ, compared = (record.get(f"replicas/{name}") or 0.0 for name in ("differ", "compared"))
+    after = record.get("replicas/steps")
+    step = record["step"] if after is None else after - 1
+    found = f"found after {after} steps" if after is not None else f"by step {step}"
+    names, ranks = record.get("replicas/names", []), record.get("replicas/ranks", [])
     rank = ranks[0] if len(ranks) == 1 else _other_copy(run, step, names, ranks)
     on = "" if rank is None else f" on rank {rank}"
     what = f"The ranks no longer have the same model, {found}: {differ:.0f} of {compared:.0f} tensors differ"
-    said = "".join(f"; {text}" for text in _texts(record.get("replicas/at")))
+    said = "".join(f"; {text}" for text in record.get("replicas/at", ()))
     is_first = record is next(record for record in run.records if "replicas/differ" in record)
     if is_first and len({name.partition(": ")[0] for name in names}) > 1:
         text = f"Step {step}: {differ:.0f} of {compared:.0f} tensors differ{on} at the first comparison: other weights"
@@ -430,7 +425,7 @@ def _replicas(run: Run) -> Iterator[Culprit]:
         return
     where = names[0].partition(": ")[0] if names else ""
     state = f", the optimizer's {names[0].partition(': ')[2]}," if names and ": " in names[0] else ""
-    equal = [each["step"] for each in run.records if number(each.get("replicas/differ")) == 0 and each["step"] < step]
+    equal = [each["step"] for each in run.records if each.get("replicas/differ") == 0 and each["step"] < step]
     when = f"Between steps {equal[-1]} and {step}" if equal and equal[-1] < step - 1 else f"Step {step}"
     text = f"{when}: {where or 'a tensor'}{state} differs{on} from the copies on other ranks"
     yield Culprit("replicas", step, where, rank, f"{text}.", [f"{what}{said}."], ADVICE["replicas"])
@@ -486,7 +481,7 @@ def _dead(run: Run) -> Iterator[Culprit]:
 
 def _slow(run: Run) -> Iterator[Culprit]:
     """The first rank that took much longer than the others for several records in a row, in one phase."""
-    if values_of(run, "", "input_seconds/max_rank") is None or (number(run.about.get("ranks")) or 1) < 2:
+    if values_of(run, "", "input_seconds/max_rank") is None or (run.ranks or 1) < 2:
         return
     others = {phase: others_of(run, f"{phase}_seconds")[:, 0] for phase in PHASES}
     whole = torch.stack(list(others.values())).sum(0)  # the step of a rank that is not slow

@@ -1,4 +1,4 @@
-"""``compare_runs``: the first module, rank and step in which two runs do not compute the same bits."""
+"""``compare_logs``: the first module, rank and step in which two runs do not compute the same bits."""
 
 # [Note: where a difference begins]
 # Within a step forward comes first, module by module in the order of the calls, then the ranks' own gradients from the
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from disthooks.errors import UsageError
-from disthooks.report.log import Run, number
+from disthooks.report.log import Log, Run
 
 _DIGITS = 16
 _ALL = 2**60
@@ -88,14 +88,14 @@ _WHAT = {
 }
 
 
-def compare_runs(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
+def compare_logs(one: Log, other: Log) -> Pairs:
     """Compare each run of a log with that of another log. See [Note: which runs are compared].
 
     Raises:
         UsageError: when no run has anything in common with its counterpart.
     """
     found, left_out, errors = [], Counter[str](), []
-    for place, pair in enumerate(zip(one, other, strict=False), 1):
+    for place, pair in enumerate(zip(one.runs, other.runs, strict=False), 1):
         try:
             found.append((place, compare(*pair)))
             left_out += found[-1][1].left_out
@@ -103,8 +103,9 @@ def compare_runs(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
             errors.append(error)
     if not found:
         raise errors[0] if errors else UsageError("no step is logged there yet")
-    alone = len(one) - len(other)
+    alone = len(one.runs) - len(other.runs)
     left_out += Counter({_ALONE[alone < 0].format("runs"): abs(alone), "pairs with nothing in common": len(errors)})
+    left_out += Counter({"lines that are no records": sum(log.half + len(log.broken) for log in (one, other))})
     return Pairs(found, left_out)
 
 
@@ -158,7 +159,7 @@ def _has(run: Run, at: int) -> bool:
 
 def _digits(one: Run, other: Run, kind: str) -> int:
     """How many digits of a fingerprint depend on nothing in which the runs may differ."""
-    if one.about.get("ranks") != other.about.get("ranks"):
+    if one.ranks != other.ranks:
         return 0 if kind in _OF_RANKS else _DIGITS if kind == "update" else _ALL
     # Which parts or copies of a parameter a rank has depends on the engine.
     return _DIGITS if kind == "update" and one.about.get("engine") != other.about.get("engine") else _ALL
@@ -188,7 +189,7 @@ def _first(run: Run, step: int, found: Sequence[_Found]) -> Difference:
 
 def _rank(mine: str, theirs: str, run: Run, kind: str) -> int | None:
     """The one rank that differs. See [Note: three sums tell a rank] in grads/stats/fingerprints.py."""
-    ranks = int(number(run.about.get("ranks")) or 1)
+    ranks = run.ranks or 1
     a, b = ([int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS)] for text in (mine, theirs))
     sums = [(y - x) % 2**64 for x, y in zip(a, b, strict=False)]
     if kind == "update":
@@ -200,7 +201,7 @@ def _rank(mine: str, theirs: str, run: Run, kind: str) -> int | None:
 
 
 def _notes(one: Run, other: Run) -> Iterator[str]:
-    ranks = [run.about.get("ranks") for run in (one, other)]
+    ranks = [run.ranks for run in (one, other)]
     if ranks[0] != ranks[1]:
         yield (
             f"The runs have {ranks[0]} and {ranks[1]} ranks, so their batches differ from rank to rank: only final "

@@ -131,7 +131,7 @@ def _stride(run: Run) -> int:
 def curves(run: Run) -> Iterator[dict[str, Any]]:
     """The curves of a run. Where steps are joined, the largest number of them stays."""
     known = {name for _, _, names in CURVES for name, _ in names}
-    is_alone = number(run.about.get("ranks")) == 1
+    is_alone = run.ranks == 1
     for title, section, names in CURVES:
         if is_alone and "_rank" in names[0][0] and "_seconds" not in names[0][0]:
             continue
@@ -283,9 +283,9 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     lives = 0
     for record in run.records:
         for key, text in _DECIDED.items():
-            if (number(record.get(key)) or 0.0) > 0 and record["step"] not in named:
+            if (record.get(key) or 0.0) > 0 and record["step"] not in named:
                 found.append({"step": record["step"], "kind": "skipped", "rank": None, "text": text})
-        if isinstance(record.get("restart"), int) and record["restart"] > lives:
+        if record.get("restart", 0) > lives:
             lives = record["restart"]
             found.append({"step": record["step"], "kind": "restart", "rank": None, "text": f"Restart number {lives}."})
     yield from sorted(found, key=lambda each: each["step"])[:_MOST]
@@ -293,7 +293,7 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
 
 def leads(run: Run) -> Iterator[dict[str, Any]]:
     """How often each rank had the largest number."""
-    if number(run.about.get("ranks")) == 1:
+    if run.ranks == 1:
         return
     for key, title in (
         ("grad_norm/argmax_rank", "largest gradient norm"),
@@ -302,7 +302,7 @@ def leads(run: Run) -> Iterator[dict[str, Any]]:
         ("forward_seconds/argmax_rank", "slowest forward"),
         ("backward_seconds/argmax_rank", "slowest backward"),
     ):
-        given = [rank for rank in run.labels(key) if isinstance(rank, int)]
+        given = [rank for rank in run.labels(key) if rank is not None]
         if given:
             counts = sorted(((given.count(rank), rank) for rank in set(given)), reverse=True)[:16]
             yield {"title": title, "of": len(given), "ranks": [[rank, count] for count, rank in counts]}

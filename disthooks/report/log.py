@@ -1,14 +1,8 @@
 """``read``: the runs in a log that the sink ``Jsonl`` wrote."""
 
-# [Note: a log is not trusted]
-# A log may have been killed in the middle of a line, written by an older version, or made by somebody else. A line that
-# is no record is left out and counted; a column that has another length than its names, or a value that is no number,
-# is a missing number. Names are texts and nothing more: whoever shows them escapes them.
-
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import pathlib
 import stat
@@ -16,11 +10,14 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from disthooks.errors import UsageError
+from disthooks.report.lines import Lines
+from disthooks.report.record import KINDS, packed, record_of
 
 _MOST = 10  # files that a text names
-#: What columns are of: parameters and modules.
-KINDS = ("param", "module")
+_FEW = 3  # lines of which a text says why they are no records
 
 
 class Log(NamedTuple):
@@ -29,12 +26,19 @@ class Log(NamedTuple):
     Attributes:
         runs: each run, and each optimizer in it, in the order in which they begin.
         half: whether the last line is incomplete, because the run is writing it, or was killed.
-        broken: the numbers of other lines that are no records; the first line has number 1.
+        broken: the numbers of other lines that are no records, and why; the first line has number 1.
     """
 
     runs: list[Run]
     half: bool
-    broken: list[int]
+    broken: dict[int, str]
+
+    def broken_said(self) -> list[str]:
+        """Which lines are no records, in words."""
+        many = len(self.broken)
+        told = [f"line {place} is no record: {why}" for place, why in list(self.broken.items())[:_FEW]]
+        left_out = "lines are no records and were" if many > 1 else "line is no record and was"
+        return [*told, f"{many} {left_out} left out"] if many else []
 
 
 class Run:
@@ -44,9 +48,9 @@ class Run:
         name: what the launcher's start is called; None in logs that do not say it.
         optimizer: the number of the optimizer, where a run has several.
         about: what the first line says of the attachment.
+        ranks: how many ranks there are; None if the log does not say it.
         names: for "param" and "module" their names, in the order of the model.
         order: for "param" and "module" the places of the names in the order in which forward came to them.
-        edges: the edges of the bins of histograms.
         records: the numbers of each step, without columns.
         columns: for "param" or "module" and a statistic, a number for each step and name: NaN where there is none, and
             infinity where it is not finite.
@@ -61,15 +65,15 @@ class Run:
     def __init__(self, lines: Sequence[dict[str, Any]]) -> None:
         first = lines[0]
         self.name, self.optimizer = first.get("run"), first.get("optimizer")
-        self.about: dict[str, Any] = next((x["about"] for x in lines if isinstance(x.get("about"), dict)), {})
+        self.about: dict[str, Any] = next((line["about"] for line in lines if "about" in line), {})
+        self.ranks: int | None = self.about.get("ranks")
         self.written = len(lines)
         self.again = any(later["step"] <= earlier["step"] for earlier, later in itertools.pairwise(lines))
-        self.restarts = max((int(number(line.get("restart")) or 0) for line in lines), default=0)
-        times = [line["time"] for line in lines if isinstance(line.get("time"), (int, float))]
+        self.restarts = max(line.get("restart", 0) for line in lines)
+        times = [line["time"] for line in lines if "time" in line]
         self.began, self.ended = min(times, default=None), max(times, default=None)
-        self.edges: list[Any] = next((x["edges"] for x in lines if isinstance(x.get("edges"), list)), [])
         # If a restarted run made a step again, its last record counts.
-        kept = sorted({line["step"]: line for line in lines}.values(), key=lambda line: int(line["step"]))
+        kept = sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
         self.names = _names(lines)
         self.order = _order(lines, self.names)
         self.records: list[dict[str, Any]] = []
@@ -94,10 +98,10 @@ class Run:
     def _apart(self, at: int, line: dict[str, Any], steps: int) -> dict[str, Any]:
         record: dict[str, Any] = {}
         for key, value in line.items():
-            if key in KINDS and isinstance(value, dict):
+            if key in KINDS:
                 for statistic, column in value.items():
                     if len(column) == len(self.names[key]):
-                        self._set(at, key, str(statistic), column, steps)
+                        self._set(at, key, statistic, column, steps)
             elif (found := _single(key)) is not None:  # a log of version 1, or of a sink that was opened by hand
                 of, statistic, name = found
                 self._table(of, statistic, steps).set_one(at, self.names[of].index(name), value)
@@ -107,52 +111,52 @@ class Run:
 
     def _set(self, at: int, of: str, statistic: str, column: Any, steps: int) -> None:
         if isinstance(column, array):
-            self._table(of, statistic, steps).set(at, column)
+            self._table(of, statistic, steps).rows[at] = column
         else:
             self.texts.setdefault((of, statistic), [None] * steps)[at] = column
 
     def _table(self, of: str, statistic: str, steps: int) -> Table:
-        key = of, statistic
-        if key not in self.columns:
-            self.columns[key] = Table(steps, len(self.names[of]))
-        return self.columns[key]
+        return self.columns.setdefault((of, statistic), Table(steps, len(self.names[of])))
 
 
 class Table:
-    """Numbers by step and name: float64, of shape (steps, names).
+    """Numbers by step and name; float64.
+
+    Attributes:
+        names: how many names there are.
+        rows: for each step the numbers, in the order of the names; None if the step has none.
 
     >>> table = Table(2, 3)
-    >>> table.set(1, _packed([1.0, "nan", None]))
-    >>> table.row(1)
-    array('d', [1.0, inf, nan])
+    >>> table.rows[1] = packed([1.0, "nan", None])
+    >>> table.row(0), table.values()
+    (array('d', [nan, nan, nan]), tensor([[nan, nan, nan],
+            [1., inf, nan]], dtype=torch.float64))
     """
 
     def __init__(self, steps: int, names: int) -> None:
-        self.steps, self.names = steps, names
-        self.values = array("d", [math.nan]) * (steps * names)
-
-    def set(self, at: int, column: array[float]) -> None:
-        """Set the numbers of step number ``at``."""
-        self.values[at * self.names : (at + 1) * self.names] = column
+        self.names = names
+        self.rows: list[array[float] | None] = [None] * steps
 
     def set_one(self, at: int, place: int, value: Any) -> None:
         """Set one number."""
-        self.values[at * self.names + place] = _cell(value)
+        row = self.rows[at] = self.row(at)
+        row[place : place + 1] = packed([value])
 
     def row(self, at: int) -> array[float]:
         """The numbers of step number ``at``."""
-        return self.values[at * self.names : (at + 1) * self.names]
+        row = self.rows[at]
+        return array("d", [math.nan]) * self.names if row is None else row
 
-
-def _cell(value: Any) -> float:
-    # See [Note: a log is not trusted].
-    found = number(value)
-    return math.nan if found is None else found if math.isfinite(found) else math.inf
+    def values(self) -> torch.Tensor:
+        """All numbers, of shape (steps, names)."""
+        missing = array("d", [math.nan]) * self.names
+        whole = bytearray().join(missing if row is None else row for row in self.rows)
+        return torch.frombuffer(whole, dtype=torch.float64).view(len(self.rows), self.names)
 
 
 def _names(lines: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    told: dict[str, Any] = next((x["names"] for x in lines if isinstance(x.get("names"), dict)), {})
-    names = {of: list(map(str, told.get(of) or ())) for of in KINDS}
+    told: dict[str, Any] = next((line["names"] for line in lines if "names" in line), {})
+    names = {of: list(told.get(of, ())) for of in KINDS}
     seen = {of: set(found) for of, found in names.items()}
     for key in dict.fromkeys(key for line in lines for key in line):
         found = _single(key)
@@ -168,9 +172,9 @@ def _order(lines: Sequence[dict[str, Any]], names: dict[str, list[str]]) -> dict
     >>> _order([{"names": {"called": [1, 0]}}], {"module": ["b", "a"], "param": ["b.w", "b.x", "a.w"]})
     {'module': [1, 0], 'param': [2, 0, 1]}
     """
-    told: dict[str, Any] = next((x["names"] for x in lines if isinstance(x.get("names"), dict)), {})
+    told: dict[str, Any] = next((line["names"] for line in lines if "names" in line), {})
     known = range(len(names["module"]))
-    called = [place for place in told.get("called") or () if isinstance(place, int) and place in known]
+    called = [place for place in told.get("called", ()) if place in known]
     modules = list(dict.fromkeys([*called, *known]))
     when = {names["module"][place]: at for at, place in enumerate(called)}
     keys, last = [], -1
@@ -194,14 +198,12 @@ def _single(key: str) -> tuple[str, str, str] | None:
 
 
 def number(value: Any) -> float | None:
-    """``value`` as a float; None if it is no number. ``Jsonl`` writes numbers that are not finite as strings.
+    """``value`` as a float; None if it is no number.
 
-    >>> number(1), number("nan"), number("1"), number(True)
-    (1.0, nan, None, 1.0)
+    >>> number(1), number("1"), number(None)
+    (1.0, None, None)
     """
-    if isinstance(value, (int, float)):
-        return float(value)
-    return float(value) if value in ("nan", "inf", "-inf") else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def file_of(path: pathlib.Path) -> pathlib.Path:
@@ -238,20 +240,28 @@ def read(file: pathlib.Path) -> Log:
     Raises:
         UsageError: if the file cannot be read.
     """
+    lines, found, broken, many = Lines(file), dict[Any, list[dict[str, Any]]](), dict[int, str](), 0
+    for many, line in enumerate(lines, 1):
+        _add(line, many, found, broken)
+    half: dict[int, str] = {}
+    _add(lines.rest, many + 1, found, half)
+    return Log(list(map(Run, found.values())), bool(half), broken)
+
+
+def _add(line: bytes, place: int, found: dict[Any, list[dict[str, Any]]], broken: dict[int, str]) -> None:
+    """Add the record in ``line`` to those of its run, or say in ``broken`` why it is none."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
-    *lines, tail = text.split("\n")
-    found: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    broken = []
-    for place, line in enumerate([*lines, tail], 1):
-        record = _record(line)
-        if record is not None:
-            found.setdefault((str(record.get("run")), str(record.get("optimizer"))), []).append(record)
-        elif line.strip() and place <= len(lines):
-            broken.append(place)
-    return Log(list(map(Run, found.values())), bool(tail.strip()) and _record(tail) is None, broken)
+        record = record_of(line)
+    except ValueError as error:
+        if line.strip():
+            broken[place] = str(error)
+    else:
+        found.setdefault(_who(record), []).append(record)
+
+
+def _who(record: dict[str, Any]) -> tuple[Any, Any]:
+    """The run and the optimizer that a record is of."""
+    return record.get("run"), record.get("optimizer")
 
 
 class Tail:
@@ -260,13 +270,19 @@ class Tail:
     Args:
         file: the log.
         most: how many records are kept.
+
+    Attributes:
+        broken: how many lines were no records.
     """
 
     def __init__(self, file: pathlib.Path, most: int = 600) -> None:
         self.file, self.most = file, most
-        self._at, self._rest, self._who = 0, b"", ("", "")
+        self.broken = 0
+        self._read = Lines(file)
+        self._who: tuple[Any, Any] = None, None
         self._lines: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {}  # what only one line of a run has
+        self._run: Run | None = None
 
     def read(self) -> Run | None:
         """The run with what was written since the last call; None while no record is there.
@@ -274,50 +290,21 @@ class Tail:
         Raises:
             UsageError: if the file cannot be read.
         """
-        try:
-            with self.file.open("rb") as file:
-                if self.file.stat().st_size < self._at:  # it was written anew
-                    self.__init__(self.file, self.most)  # type: ignore[misc]
-                file.seek(self._at)
-                more = file.read()
-        except OSError as error:
-            raise UsageError(f"{self.file}: cannot be read: {error.strerror}") from error
-        self._at += len(more)
-        *lines, self._rest = (self._rest + more).split(b"\n")
-        for line in lines:
-            record = _record(line.decode("utf-8", errors="replace"))
-            if record is not None:
-                self._add(record)
-        return Run([{**self._lines[0], **self._head}, *self._lines[1:]]) if self._lines else None
+        if self._read.is_shorter():  # it was written anew
+            self.__init__(self.file, self.most)  # type: ignore[misc]
+        for line in self._read:
+            try:
+                self._add(record_of(line))
+            except ValueError:
+                self.broken += bool(line.strip())
+        if self._run is None and self._lines:
+            self._run = Run([{**self._lines[0], **self._head}, *self._lines[1:]])
+        return self._run
 
     def _add(self, record: dict[str, Any]) -> None:
-        who = str(record.get("run")), str(record.get("optimizer"))
-        if who != self._who:
-            self._who, self._lines, self._head = who, [], {}
-        self._head |= {name: record.pop(name) for name in ("about", "names", "edges") if name in record}
+        if _who(record) != self._who:
+            self._who, self._lines, self._head = _who(record), [], {}
+        self._head |= {name: record.pop(name) for name in ("about", "names") if name in record}
         self._lines.append(record)
+        self._run = None
         del self._lines[: -self.most]
-
-
-def _record(text: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or abs(record["step"]) >= 2**53:
-        return None
-    for of in KINDS:  # a long log has millions of numbers, and a list of floats takes four times the memory
-        if isinstance(record.get(of), dict):
-            record[of] = {
-                name: column if name.startswith("fingerprint/") else _packed(column)
-                for name, column in record[of].items()
-                if isinstance(column, list)
-            }
-    return record
-
-
-def _packed(column: list[Any]) -> array[float]:
-    try:
-        return array("d", column)
-    except TypeError:  # some are no numbers
-        return array("d", map(_cell, column))

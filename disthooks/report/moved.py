@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from disthooks.report.log import Run, number
+from disthooks.report.log import Run
 
 _WINDOW = 64  # see [Note: what jumped]
 _EVERY = 4  # steps that are compared with the same usual value
@@ -118,9 +118,7 @@ def values_of(run: Run, of: str, name: str) -> torch.Tensor | None:
     """The numbers of a statistic: float64, of shape (steps, names); NaN where there is none; None if not logged."""
     if of:
         table = run.columns.get((of, name))
-        if table is None or not table.values:
-            return None
-        return torch.frombuffer(table.values, dtype=torch.float64).view(table.steps, table.names)
+        return table.values() if table is not None and table.names else None
     column = [math.nan if value is None else value for value in run.column(name)]
     return None if all(map(math.isnan, column)) else torch.tensor(column, dtype=torch.float64)[:, None]
 
@@ -193,7 +191,7 @@ def _of_signal(run: Run, signal: Signal) -> Iterator[Event]:
         found = scores(values / others_of(run, "loss"))._replace(usual=others_of(run, "loss"))
     else:
         found = scores(values)
-    has_ranks = bool(signal.rank) and (number(run.about.get("ranks")) or 2) > 1
+    has_ranks = bool(signal.rank) and (run.ranks or 2) > 1
     ranks = values_of(run, signal.of, signal.rank) if has_ranks else None
     is_jump = (found.distance > signal.limit) & (found.deviations > signal.deviations)
     for at, place in is_jump.nonzero().tolist():
@@ -217,7 +215,7 @@ def others_of(run: Run, name: str, place: int | None = None) -> torch.Tensor:
     assert most is not None
     assert mean is not None
     at = 0 if place is None else place
-    ranks = max(2, int(number(run.about.get("ranks")) or 2))
+    ranks = max(2, run.ranks or 2)
     others: torch.Tensor = ((mean[:, [at]] * ranks - most[:, [at]]) / (ranks - 1)).clamp(min=0.0)
     return others
 

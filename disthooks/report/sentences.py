@@ -55,17 +55,16 @@ def nonfinite_entries(run: Run) -> list[dict[str, Any]]:
 
 def nonfinite_entry(record: dict[str, Any]) -> dict[str, Any] | None:
     """What a record knows of gradients that were not finite; None if they were finite."""
-    count, norm = number(record.get("nonfinite")), number(record.get("grad_norm"))
+    count, norm = record.get("nonfinite"), record.get("grad_norm")
     if count is not None:  # the statistic NonFinite has counted
         is_nonfinite = count > 0
     else:
         is_nonfinite = bool(record.get("nonfinite_at")) or (norm is not None and not math.isfinite(norm))
     if not is_nonfinite:
         return None
-    places = [place for place in record.get("nonfinite_at") or [] if isinstance(place, dict)]
     keys = ("nonfinite_ranks", "nonfinite_params", "nonfinite_since", "nonfinite_steps", "skipped")
     more = {key.removeprefix("nonfinite_"): record[key] for key in keys if key in record}
-    return {"step": record["step"], "at": places, **more}
+    return {"step": record["step"], "at": record.get("nonfinite_at", []), **more}
 
 
 def nonfinite_words(found: dict[str, Any]) -> str:
@@ -79,9 +78,10 @@ def nonfinite_words(found: dict[str, Any]) -> str:
     is_late = is_finite_when_measured(at)
     words = places_words(at, count, _FEW, says_rank=not is_late and len(ranks or ()) != 1)
     names = f", of {count} parameter{'s' if count != 1 else ''}: {words}" if at else ""
-    skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[found.get("skipped")]
+    skipped = found.get("skipped")
+    end = "" if skipped is None else "; the step was skipped" if skipped else "; the step was made"
     late = f" ({FINITE_WHEN_MEASURED})" if is_late else ""
-    return f"gradients were not finite{where}{names}{late}{skipped}"
+    return f"gradients were not finite{where}{names}{late}{end}"
 
 
 def _nonfinite_said(run: Run) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
     total = int(totals[-1]) if totals else len(found)
     if found and (total > 1 or len(found) > 1):
         yield f"Gradients were not finite in {total} steps, {found[0]['step']} to {found[-1]['step']} at least."
-    for blamed in dict.fromkeys(text for record in run.records for text in record.get("blame") or ()):
+    for blamed in dict.fromkeys(text for record in run.records for text in record.get("blame", ())):
         yield f"blame found: {blamed}."
 
 
@@ -106,7 +106,7 @@ def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
     """
     norms, found = [], []
     for record in run.records[begin:]:
-        peak, norm = number(record.get("grad_norm/peak")), number(record.get("grad_norm"))
+        peak, norm = record.get("grad_norm/peak"), record.get("grad_norm")
         if peak is not None and math.isfinite(peak):
             found.append((peak, record["grad_norm/peak_step"], record.get("grad_norm/peak_rank")))
         if norm is not None and math.isfinite(norm):
@@ -139,15 +139,15 @@ def value_of(record: dict[str, Any], name: str) -> Any:
 
 def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
     """Which rank led with the largest norm, if its lead stands out."""
-    if (number(run.about.get("ranks")) or 2) < 2:
+    if (run.ranks or 2) < 2:
         return
     leads: dict[int, list[tuple[float, float, float, int]]] = collections.defaultdict(list)
     for record in run.records:
         rank = value_of(record, "grad_norm/argmax_rank")
-        most, mean = number(record.get("grad_norm/max_rank")), number(record.get("grad_norm/mean_rank"))
+        most, mean = record.get("grad_norm/max_rank"), record.get("grad_norm/mean_rank")
         if rank is None or most is None or mean is None:
             continue
-        ranks = run.about.get("ranks") or 2
+        ranks = run.ranks or 2
         others = max((mean * ranks - most) / max(ranks - 1, 1), 0.0)
         leads[rank].append((most / others if others else math.inf, most, others, record["step"]))
     many = sum(map(len, leads.values()))
@@ -174,7 +174,7 @@ def _clipping_said(run: Run) -> Iterator[str]:
     if skipped:
         yield f"{skipped:.0f} step{'s were' if skipped > 1 else ' was'} skipped."
     for name, said in (("spike", "skipped as a spike"), ("update_clipped", "above the limit of ClipUpdate")):
-        steps = [record["step"] for record in run.records if (number(record.get(name)) or 0.0) > 0]
+        steps = [record["step"] for record in run.records if (record.get(name) or 0.0) > 0]
         if steps:
             were = f"{len(steps)} steps were" if len(steps) > 1 else "1 step was"
             yield f"{were} {said}, the first at step {steps[0]}."
@@ -203,7 +203,7 @@ def _saving_said(run: Run) -> Iterator[str]:
 def missing_said(run: Run) -> Iterator[str]:
     """Which signals the log does not have."""
     names = {name for record in run.records for name in record} | {name for _, name in run.columns}
-    several = (number(run.about.get("ranks")) or 2) > 1
+    several = (run.ranks or 2) > 1
     signals = (
         ("gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite)", {"nonfinite", "skipped"}, True),
         ("which rank leads (Spread)", {"grad_norm/argmax_rank", "grad_norm/peak_rank"}, several),

@@ -61,8 +61,8 @@ def _figures(kind: str, column: Sequence[Any], steps: Sequence[int]) -> dict[str
         steps: the step of each record.
     """
     if kind == "label":  # the number of a rank: how often each rank was named, the most frequent first
-        named = collections.Counter(value for value in column if isinstance(value, (int, float)))
-        return {str(int(value)): times for value, times in named.most_common()}
+        named = collections.Counter(value for value in column if value is not None)
+        return {str(value): times for value, times in named.most_common()}
     found = [(given, step) for value, step in zip(column, steps, strict=True) if (given := number(value)) is not None]
     values = [given for given, _ in found]
     if not values:

@@ -791,7 +791,12 @@ def test_report_names_the_signals_that_are_missing(tmp_path: pathlib.Path) -> No
         ("", 0, "no step is logged there yet"),
         ("import torch\n\nx = 1\n", 1, "none of its 2 lines is a record of a run"),
         ('{"step": 0, "gr', 0, "the last line is not whole"),
-        ('nonsense\n[1]\n{"step": 2, "grad_norm": 1.5}\n', 0, "2 lines are no records and were left out: [1, 2]"),
+        ('nonsense\n[1]\n{"step": 2, "grad_norm": 1.5}\n', 0, "\n2 lines are no records and were left out\n"),
+        (
+            '{"step": 2, "about": {"ranks": "2"}}\n{"step": 2}',
+            0,
+            "line 1 is no record: about.ranks is no whole number\n1 ",
+        ),
         ('{"step": 4, "loss": 1}\n{"step": 1, "loss": 2}', 0, "steps come again"),
         (None, 1, "has no .jsonl file"),
     ],

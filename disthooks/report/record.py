@@ -1,0 +1,172 @@
+"""``record_of``: a line of a log as a record; what is no record is said."""
+
+# [Note: a log is not trusted]
+# A log may have been killed in the middle of a line, written by an older version, or made by somebody else. So each
+# line is held against the schema here, when it is read, and nowhere else: a line in which a field that a reader uses
+# has another type is no record, is left out and counted, and the report says why. Fields may be missing, and there may
+# be others. Of the columns, one that has another length than its names, or a value that is no number, is a missing
+# number. Names are texts and nothing more: whoever shows them escapes them.
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from array import array
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import from_json
+
+#: What columns are of: parameters and modules.
+KINDS = ("param", "module")
+
+Number = float | None
+Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
+Rank = Annotated[int, Field(ge=0, lt=2**31)]
+_FINGERPRINT = re.compile("([0-9a-f]{16})+")
+_UNLIKE = {
+    "missing": "is missing",
+    "int_type": "is no whole number",
+    "float_type": "is no number",
+    "string_type": "is no text",
+    "string_unicode": "is no text",
+    "list_type": "is no list",
+    "model_type": "is no object",
+}
+
+
+class Part(BaseModel):
+    """An object in a record; it may have more keys."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class About(Part):
+    """What is attached."""
+
+    engine: str = ""
+    ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
+    parameters: Whole = 0
+    every: Whole = 1
+    rules: list[str] = []
+
+
+class Names(Part):
+    """The names of columns."""
+
+    param: list[str] = []
+    module: list[str] = []
+    called: list[int] = []
+
+
+class Place(Part):
+    """A parameter whose gradient was not finite."""
+
+    param: str
+    rank: Rank | None = None
+    before: str = ""
+
+
+_FIELDS: dict[str, Any] = {
+    "run": str,
+    "optimizer": Whole,
+    "restart": Rank,
+    "time": Annotated[float, Field(ge=0, lt=2**37)],  # until the year 6325
+    "about": About,
+    "names": Names,
+    "nonfinite_at": list[Place],
+    "nonfinite_ranks": list[Rank],
+    "nonfinite_params": Whole,
+    "nonfinite_steps": Whole,
+    "blame": list[str],
+    "replicas/at": list[str],
+    "replicas/names": list[str],
+    "replicas/ranks": list[Rank],
+    **dict.fromkeys(("loss", "loss/max_rank", "nonfinite", "skipped", "spike", "update_clipped"), Number),
+    **dict.fromkeys(("grad_norm", "grad_norm/peak", "grad_norm/max_rank", "grad_norm/mean_rank"), Number),
+    **dict.fromkeys(("replicas/differ", "replicas/compared"), Number),
+}
+_DEFAULTS: dict[str, Any] = {name: (of, None) for name, of in _FIELDS.items()}
+Record = create_model("Record", __base__=Part, step=(Whole, ...), **_DEFAULTS)
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """The record in a line. Numbers that are not finite are floats, and columns of numbers are arrays.
+
+    Raises:
+        ValueError: if the line is no record, with the reason. See [Note: a log is not trusted].
+
+    >>> record_of(b'{"step": 3, "loss": "nan", "param": {"grad_norm": [1, "inf", null]}}')
+    {'step': 3, 'loss': nan, 'param': {'grad_norm': array('d', [1.0, inf, nan])}}
+    >>> record_of(b'{"step": 3, "about": {"ranks": "two"}}')
+    Traceback (most recent call last):
+    ValueError: about.ranks is no whole number
+    """
+    try:
+        found = from_json(line)
+    except ValueError:
+        raise ValueError("it is no JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    columns = {of: _columns(of, found.pop(of)) for of in KINDS if of in found}
+    record = {name: _value(name, value) for name, value in found.items()}
+    if "grad_norm/peak" in record and "grad_norm/peak_step" not in record:
+        raise ValueError("grad_norm/peak_step is missing")
+    try:
+        Record.model_validate(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where} {_UNLIKE.get(first['type'], 'is out of range')}") from None
+    return record | columns
+
+
+def _value(name: str, value: Any) -> Any:
+    if _is_label(name):
+        if value is not None and (type(value) is not int or abs(value) >= 2**53):
+            raise ValueError(f"{name} is no whole number")
+    elif isinstance(value, int) and abs(value) >= 2**1000:  # which is no float
+        raise ValueError(f"{name} is out of range")
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+@functools.lru_cache(maxsize=2**16)
+def _is_label(name: str) -> bool:
+    from disthooks.grads.sinks.base import meaning
+
+    return name not in _FIELDS and meaning(name) == "label"
+
+
+def _columns(of: str, found: Any) -> dict[str, Any]:
+    """The columns of parameters or of modules."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{of} is no object")
+    for name, column in found.items():
+        if not isinstance(column, list):
+            raise ValueError(f"{of}.{name} is no list")
+        if not name.startswith("fingerprint/"):
+            try:
+                found[name] = packed(column)
+            except OverflowError:
+                raise ValueError(f"{of}.{name} is out of range") from None
+        elif not all(each is None or (isinstance(each, str) and _FINGERPRINT.fullmatch(each)) for each in column):
+            raise ValueError(f"{of}.{name} is no list of fingerprints")
+    return found
+
+
+def packed(column: list[Any]) -> array[float]:
+    """The numbers of a column: NaN where there is none, and infinity where it is not finite.
+
+    A long log has millions of numbers, and a list of floats takes four times the memory.
+    """
+    try:
+        return array("d", column)
+    except TypeError:  # some are no numbers
+        return array("d", map(_cell, column))
+
+
+def _cell(value: Any) -> float:
+    if not isinstance(value, (int, float)):
+        return math.inf if value in ("nan", "inf", "-inf") else math.nan
+    return float(value) if math.isfinite(value) else math.inf
