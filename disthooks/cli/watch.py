@@ -129,12 +129,12 @@ def _bars(column: list[float | None]) -> str:
 
 def _layers(run: Run) -> list[Any]:
     """A row for each group of layers: how far its gradients are from the usual, step by step."""
-    from disthooks.report.moved import scores, values_of
+    from disthooks.report.moved import Scores, values_of
 
     values = values_of(run, "param", "grad_norm")
     if values is None:
         return []
-    distance = scores(values).distance[-_STEPS:]
+    distance = Scores(values).last(_STEPS)
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(run.names["param"]):
         groups.setdefault(_group(name), []).append(place)

@@ -31,7 +31,7 @@ import torch
 
 from disthooks.grads.stats.base import PHASES
 from disthooks.report.log import Run
-from disthooks.report.moved import Event, Scores, events, others_of, scores, stops, values_of
+from disthooks.report.moved import BLOCK, Event, Scores, events, others_of, stops, values_of
 
 _GAP = 3  # records without an event that end an episode
 _CERTAIN = ("nonfinite", "loss", "replicas", "weights", "dead", "learning rate")
@@ -228,17 +228,21 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
     worst = max(grads, key=lambda event: event.factor)
     values = values_of(run, "param", grads[0].signal.name)
     assert values is not None
-    found = scores(values)
+    found = Scores(values)
+    begin, row = at - at % BLOCK, at % BLOCK
+    distance = found.distance(begin)[row]
     # Those that moved by less moved too, once it is known that something went wrong in this step. In a step in which
     # all gradients are large, those that moved hardly in comparison with the worst did not come of it.
     far = max(_ALSO, _ALSO_SHARE * math.log10(min(worst.factor, _LARGEST)))
-    moved = (found.distance[at] > far) & (found.deviations[at] > _ALSO_DEVIATIONS)
+    moved = (distance > far) & (found.deviations(begin, torch.arange(len(distance)))[row] > _ALSO_DEVIATIONS)
     order = run.order["param"]
     jumped = {event.place for event in grads if math.log10(event.factor) > far}
     all_moved = jumped | set(moved.nonzero().flatten().tolist())
     places = [place for place in order if place in all_moved]
     last = places[-1]
-    is_one = len(places) == 1 or worst.factor > _ALONE * max(_factor(found, at, p) for p in places if p != worst.place)
+    is_one = len(places) == 1 or worst.factor > _ALONE * max(
+        10 ** float(distance[p]) for p in places if p != worst.place
+    )
     place = worst.place if is_one else last
     ranks = values_of(run, "param", f"{name}/argmax_rank")
     rank = _whole(ranks, at, worst.place) if ranks is not None and _leads(run, at, name, worst.place) else None
@@ -254,10 +258,6 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
         f"usual size{tail}"
     )
     return _culprit(run, "backward" if behind else "gradient", at, where, rank, what)
-
-
-def _factor(found: Scores, at: int, place: int) -> float:
-    return 10 ** float(found.distance[at, place])
 
 
 def _of_update(run: Run, at: int, event: Event) -> Culprit:

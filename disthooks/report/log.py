@@ -112,11 +112,16 @@ class Run:
     def _set(self, at: int, of: str, statistic: str, column: Any, steps: int) -> None:
         if isinstance(column, array):
             self._table(of, statistic, steps).rows[at] = column
-        else:
-            self.texts.setdefault((of, statistic), [None] * steps)[at] = column
+            return
+        if (of, statistic) not in self.texts:
+            self.texts[of, statistic] = [None] * steps
+        self.texts[of, statistic][at] = column
 
     def _table(self, of: str, statistic: str, steps: int) -> Table:
-        return self.columns.setdefault((of, statistic), Table(steps, len(self.names[of])))
+        key = of, statistic
+        if key not in self.columns:
+            self.columns[key] = Table(steps, len(self.names[of]))
+        return self.columns[key]
 
 
 class Table:

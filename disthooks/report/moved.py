@@ -32,7 +32,7 @@ import torch
 from disthooks.report.log import Run
 
 _WINDOW = 64  # see [Note: what jumped]
-_EVERY = 4  # steps that are compared with the same usual value
+BLOCK = 4  # steps that are compared with the same usual value; the window and the warm-up are multiples of it
 _WARM_UP = 12
 _LEAST = 0.02  # a deviation in decades counts as at least this much
 _TINY = 1e-45
@@ -100,18 +100,91 @@ class Event(NamedTuple):
         return self.value / self.usual if self.usual else math.inf
 
 
-class Scores(NamedTuple):
-    """How unusual each number is. See [Note: what jumped].
+class Scores:
+    """How unusual the numbers of a statistic are. See [Note: what jumped].
 
-    Attributes:
-        usual: the median of the steps before: float64, of shape (steps, columns); NaN where too few are known.
-        distance: how many decades a number is above it.
-        deviations: the same in usual deviations.
+    A block is four steps, which have one usual value. It is compared when it is asked for: most blocks are not, since
+    nothing in them is far above the smallest number of the steps before.
+
+    Args:
+        values: the numbers, of shape (steps, columns); those that are not finite are left out, and said elsewhere.
+        order: for gradients the parameters in the order in which forward came to them: then a number is compared
+            without what those behind it do. See [Note: the batch moves all gradients].
+
+    >>> list(Scores(torch.tensor([1.0, 1.1, 0.9] * 10 + [50.0])[:, None]).jumps(0.7, 8.0))
+    [(30, 0, 1.0)]
     """
 
-    usual: torch.Tensor
-    distance: torch.Tensor
-    deviations: torch.Tensor
+    def __init__(self, values: torch.Tensor, order: Sequence[int] = ()) -> None:
+        logs = values.double().clamp(min=_TINY).log10_()
+        self._logs = logs.masked_fill_(~logs.isfinite(), math.nan)
+        self._order = list(order)
+        self._usual: dict[int, torch.Tensor] = {}  # by the first step of a block
+        self._distance: dict[int, torch.Tensor] = {}
+
+    def jumps(self, limit: float, deviations: float) -> Iterator[tuple[int, int, float]]:
+        """The step and the column of each number that has jumped, and its usual value.
+
+        Args:
+            limit: how many decades above the usual value a number must be.
+            deviations: how many usual deviations above it, too.
+        """
+        lowest, highest = (
+            torch.stack([(sign * part.nan_to_num(sign * math.inf)).amin(0) for part in torch.split(self._logs, BLOCK)])
+            for sign in (1.0, -1.0)
+        )
+        for at in range(_WARM_UP // BLOCK, len(lowest)):
+            if not bool((-highest[at] - lowest[max(0, at - _WINDOW // BLOCK) : at].amin(0) > limit).any()):
+                continue
+            begin = at * BLOCK
+            distance = self.distance(begin)
+            columns = (distance > limit).any(0).nonzero().flatten()
+            if not len(columns):
+                continue
+            is_jump = (distance[:, columns] > limit) & (self.deviations(begin, columns) > deviations)
+            for row, place in is_jump.nonzero().tolist():
+                column = int(columns[place])
+                yield begin + row, column, float(10 ** self._usual[begin][column])
+
+    def distance(self, begin: int) -> torch.Tensor:
+        """How many decades the numbers of the block that begins with this step are above the usual value."""
+        if begin not in self._distance:
+            window, block = self._logs[max(0, begin - _WINDOW) : begin], self._logs[begin : begin + BLOCK]
+            is_known = window.isfinite().sum(0) >= _WARM_UP
+            usual = window.nanmedian(0).values if begin else block[0]
+            self._usual[begin] = torch.where(is_known, usual, math.nan)
+            distance = block - self._usual[begin]
+            self._distance[begin] = self._without_those_behind(distance) if self._order else distance
+        return self._distance[begin]
+
+    def last(self, steps: int) -> torch.Tensor:
+        """The distances of the last ``steps`` steps."""
+        many = len(self._logs)
+        begins = range(max(0, many - steps) // BLOCK * BLOCK, many, BLOCK)
+        return torch.cat([self.distance(begin) for begin in begins])[-steps:]
+
+    def deviations(self, begin: int, columns: torch.Tensor) -> torch.Tensor:
+        """The distances of some columns of a block in usual deviations."""
+        first = max(0, begin - _WINDOW)
+        if self._order:
+            window = torch.cat([self.distance(at)[:, columns] for at in range(first, begin, BLOCK)])
+            block = self.distance(begin)[:, columns]
+        else:
+            window, block = (self._logs[a:b, columns] for a, b in ((first, begin), (begin, begin + BLOCK)))
+        is_known, median = window.isfinite().sum(0) >= _WARM_UP, window.nanmedian(0).values
+        deviation = 1.4826 * (window - median).abs().nanmedian(0).values
+        return torch.where(is_known, block - median, math.nan) / deviation.clamp(min=_LEAST)
+
+    def _without_those_behind(self, found: torch.Tensor) -> torch.Tensor:
+        distance = found[:, self._order].nan_to_num(0.0)
+        many = distance.shape[1]
+        total = distance.flip(1).cumsum(1).flip(1)
+        # The mean of those behind; of the last one, the mean of all others.
+        behind = (total - distance) / torch.arange(many - 1, -1, -1).clamp(min=1)
+        behind[:, -1:] = (total[:, :1] - distance[:, -1:]) / max(many - 1, 1)
+        common = torch.empty_like(behind)
+        common[:, self._order] = behind.clamp(min=0.0)
+        return found - common
 
 
 def values_of(run: Run, of: str, name: str) -> torch.Tensor | None:
@@ -121,50 +194,6 @@ def values_of(run: Run, of: str, name: str) -> torch.Tensor | None:
         return table.values() if table is not None and table.names else None
     column = [math.nan if value is None else value for value in run.column(name)]
     return None if all(map(math.isnan, column)) else torch.tensor(column, dtype=torch.float64)[:, None]
-
-
-def scores(values: torch.Tensor) -> Scores:
-    """How unusual each of ``values`` is, of shape (steps, columns). See [Note: what jumped].
-
-    >>> found = scores(torch.tensor([1.0, 1.1, 0.9] * 10 + [50.0])[:, None])
-    >>> round(float(found.usual[-1, 0]), 2), round(float(found.distance[-1, 0]), 2)
-    (1.0, 1.7)
-    """
-    logs = values.double().clamp(min=_TINY).log10()
-    return _compared(torch.where(logs.isfinite(), logs, math.nan))  # what is not finite is said elsewhere
-
-
-def _compared(logs: torch.Tensor) -> Scores:
-    usual = torch.full_like(logs, math.nan)
-    deviation = usual.clone()
-    for begin in range(_WARM_UP, len(logs), _EVERY):
-        window = logs[max(0, begin - _WINDOW) : begin]
-        median = window.nanmedian(0).values
-        is_known = window.isfinite().sum(0) >= _WARM_UP
-        usual[begin : begin + _EVERY] = torch.where(is_known, median, math.nan)
-        deviation[begin : begin + _EVERY] = 1.4826 * (window - median).abs().nanmedian(0).values
-    distance = logs - usual
-    return Scores(10**usual, distance, distance / deviation.clamp(min=_LEAST))
-
-
-def without_those_behind(values: torch.Tensor, order: Sequence[int]) -> Scores:
-    """As :func:`scores`, without what all gradients behind do too. See [Note: the batch moves all gradients].
-
-    Args:
-        values: numbers of shape (steps, parameters).
-        order: the parameters in the order in which forward came to them.
-    """
-    found = scores(values)
-    distance = found.distance[:, list(order)].nan_to_num(0.0)
-    many = distance.shape[1]
-    total = distance.flip(1).cumsum(1).flip(1)
-    # The mean of those behind; of the last one, the mean of all others.
-    behind = (total - distance) / torch.arange(many - 1, -1, -1).clamp(min=1)
-    behind[:, -1:] = (total[:, :1] - distance[:, -1:]) / max(many - 1, 1)
-    common = torch.empty_like(behind)
-    common[:, list(order)] = behind.clamp(min=0.0)
-    left = found.distance - common
-    return found._replace(distance=left, deviations=_compared(left).deviations)
 
 
 @functools.lru_cache(maxsize=2)
@@ -185,20 +214,16 @@ def events(run: Run) -> list[Event]:
 def _of_signal(run: Run, signal: Signal) -> Iterator[Event]:
     values = values_of(run, signal.of, signal.name)
     assert values is not None
-    if signal.of == "param" and signal.name.startswith("grad"):
-        found = without_those_behind(values, run.order["param"])
-    elif signal.name == "loss/max_rank":
-        found = scores(values / others_of(run, "loss"))._replace(usual=others_of(run, "loss"))
-    else:
-        found = scores(values)
+    is_grad = signal.of == "param" and signal.name.startswith("grad")
+    others = others_of(run, "loss") if signal.name == "loss/max_rank" else None
+    found = Scores(values if others is None else values / others, run.order["param"] if is_grad else ())
     has_ranks = bool(signal.rank) and (run.ranks or 2) > 1
     ranks = values_of(run, signal.of, signal.rank) if has_ranks else None
-    is_jump = (found.distance > signal.limit) & (found.deviations > signal.deviations)
-    for at, place in is_jump.nonzero().tolist():
+    for at, place, usual in found.jumps(signal.limit, signal.deviations):
         rank = math.nan if ranks is None else float(ranks[at, place])
         known = int(rank) if math.isfinite(rank) else None
         where = place if signal.of else -1
-        yield Event(at, signal, where, float(values[at, place]), float(found.usual[at, place]), known)
+        yield Event(at, signal, where, float(values[at, place]), usual if others is None else float(others[at]), known)
 
 
 def others_of(run: Run, name: str, place: int | None = None) -> torch.Tensor:
