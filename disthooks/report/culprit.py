@@ -32,6 +32,7 @@ import torch
 from disthooks.grads.stats.base import PHASES
 from disthooks.report.log import Run
 from disthooks.report.moved import BLOCK, Event, Scores, events, others_of, stops, values_of
+from disthooks.report.sentences import nonfinite_entry, nonfinite_words, spike_said
 
 _GAP = 3  # records without an event that end an episode
 _CERTAIN = ("nonfinite", "loss", "replicas", "weights", "dead", "learning rate")
@@ -120,6 +121,12 @@ def culprits(run: Run) -> list[Culprit]:
         replace(each, advice=f"{each.advice} {RULE[each.kind][1]}")
         if each.kind in RULE and RULE[each.kind][0] not in has
         else each
+        for each in found
+    ]
+    found = [
+        each
+        if "skipped" in each.text
+        else replace(each, text=f"{each.text.removesuffix('.')}{spike_said(run, each.step)}.")
         for each in found
     ]
     return sorted(found, key=lambda culprit: culprit.step)
@@ -359,8 +366,6 @@ def _of_loss(run: Run, at: int, record: dict[str, Any]) -> Culprit:
 
 
 def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tensor | None) -> Culprit:
-    from disthooks.report.sentences import nonfinite_entry, nonfinite_words
-
     step = run.steps[at]
     evidence = [f"blame found: {text}" for text in record.get("blame", ())]
     entry = nonfinite_entry(record)

@@ -20,6 +20,7 @@ from disthooks.report.log import Run, number
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
 _FIRST = 10  # records
+_AS_SPIKE = "the step was skipped as a spike"
 _SECONDS = re.compile(r"_seconds(_per_step)?(/(max|mean)_rank)?$")
 
 
@@ -33,13 +34,16 @@ def verdict(run: Run, culprits: Sequence[Any]) -> list[str]:
         culprits: what :func:`~disthooks.report.culprit.culprits` found.
     """
     named = {culprit.step for culprit in culprits}
+    spikes = [record["step"] for record in run.records if (record.get("spike") or 0.0) > 0]
     wrong = [culprit.text for culprit in culprits[:_FEW]]
     if len(culprits) > _FEW:
         wrong.append(f"{len(culprits) - _FEW} more things stand out; the last is at step {culprits[-1].step}.")
     wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
     if not wrong:
         wrong = [_nothing(run)]
-    return [*wrong, *_clipping_said(run), *_saving_said(run), *missing_said(run)]
+    said = {step for step in spikes if any(f"Step {step}:" in text and "skipped" in text for text in wrong)}
+    others = [step for step in spikes if step not in said]
+    return [*wrong, *_clipping_said(run, others), *_saving_said(run), *missing_said(run)]
 
 
 def _nothing(run: Run) -> str:
@@ -118,6 +122,12 @@ def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
     return {"norm": largest, "step": step, "rank": rank, "median": statistics.median(norms)}
 
 
+def spike_said(run: Run, step: int) -> str:
+    """The end of a sentence about a step that SkipSpike left out; empty for any other step."""
+    record = next((record for record in run.records if record["step"] == step), {})
+    return f"; {_AS_SPIKE}" if (record.get("spike") or 0.0) > 0 else ""
+
+
 def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
     # The first norms of a new model are large, and fall fast.
     peak = peak_of(run, _FIRST if len(run.records) > 2 * _FIRST else 0)
@@ -125,7 +135,8 @@ def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
         led = f", and rank {peak['rank']} had the largest norm" if peak["rank"] is not None else ""
         yield (
             f"Step {peak['step']}: the gradient norm was {figure('', peak['norm'])}, "
-            f"{_times(peak['norm'], peak['median'])} its median of {figure('', peak['median'])}{led}."
+            f"{_times(peak['norm'], peak['median'])} its median of {figure('', peak['median'])}{led}"
+            f"{spike_said(run, peak['step'])}."
         )
 
 
@@ -161,7 +172,7 @@ def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
             )
 
 
-def _clipping_said(run: Run) -> Iterator[str]:
+def _clipping_said(run: Run, spikes: Sequence[int]) -> Iterator[str]:
     for name in dict.fromkeys(name for record in run.records for name in record):
         if name.split("/")[0] in ("clip_ratio", "unit_clip_ratio"):
             ratios = [ratio for ratio in run.column(name) if ratio is not None]
@@ -173,8 +184,8 @@ def _clipping_said(run: Run) -> Iterator[str]:
     skipped = max(totals) if totals else sum(each or 0.0 for each in run.column("skipped"))
     if skipped:
         yield f"{skipped:.0f} step{'s were' if skipped > 1 else ' was'} skipped."
-    for name, said in (("spike", "skipped as a spike"), ("update_clipped", "above the limit of ClipUpdate")):
-        steps = [record["step"] for record in run.records if (record.get(name) or 0.0) > 0]
+    updates = [record["step"] for record in run.records if (record.get("update_clipped") or 0.0) > 0]
+    for steps, said in ((spikes, "skipped as a spike"), (updates, "above the limit of ClipUpdate")):
         if steps:
             were = f"{len(steps)} steps were" if len(steps) > 1 else "1 step was"
             yield f"{were} {said}, the first at step {steps[0]}."

@@ -20,7 +20,7 @@ from tests.support.engines import flat
 from tests.support.ranks.harness import Ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")]
-WIDTH, ROWS, STEPS = 256, 2048, 8
+WIDTH, ROWS, STEPS = 64, 8192, 8
 # Of what a step needs without a budget, by rank.
 SHARES = (0.75, 0.6, 0.9, 0.7)
 
@@ -35,7 +35,7 @@ class Joined(nn.Sequential):
 
 
 class Wide(nn.Module):
-    """Its saved tensors are more than 100 MB, its parameters 17 MB."""
+    """Its saved tensors are more than 100 MB, its parameters 1 MB, so that a step takes little time."""
 
     def __init__(self, is_checkpointed: bool = False, joined: int = 0) -> None:
         super().__init__()
@@ -75,9 +75,15 @@ def _wrapped(engine: str, is_checkpointed: bool) -> Any:
 
 
 def _trained(
-    rank: int, engine: str, share: float | None, folder: str, free: int, is_checkpointed: bool = False
+    rank: int,
+    engine: str,
+    share: float | None,
+    folder: str,
+    free: int,
+    is_checkpointed: bool = False,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
-    """Eight steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one."""
+    """Some steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one."""
     model = _wrapped(engine, is_checkpointed)
     step = (lambda loss: (model.backward(loss), model.step())) if engine.startswith("zero") else None
     optimizer = None if step else torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -90,7 +96,7 @@ def _trained(
         fitted = dh.fit(model, budget, dh.OnDisk(folder, in_flight="8 MiB"))
     peaks, losses, layers = [], [], (0, 0)
     with fitted:
-        for _ in range(STEPS):
+        for _ in range(steps):
             memory.reset_peak_resident()
             loss = model(x).square().mean()
             if step is not None:
@@ -111,7 +117,7 @@ def _both(
     rank: int, engine: str, folder: str, shares: Sequence[float] = SHARES, is_checkpointed: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     memory.release_promptly()
-    _trained(rank, engine, None, folder, 0)  # what a process allocates once
+    _trained(rank, engine, None, folder, 0, steps=2)  # what a process allocates once
     plain = _trained(rank, engine, None, folder, 0)
     free = max(plain["peaks"]) - plain["begin"]
     return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed)
