@@ -112,7 +112,10 @@ def test_norms_of_every_size(size: int, p: float, dtype: torch.dtype) -> None:
     grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = Power(p).norm(Power(p).local(_local([grad, None])), dim=0)
     truth = torch.linalg.vector_norm(grad.double(), p) if size else torch.zeros(())
-    assert close(float(found), float(truth), 1e-6 if dtype == torch.float64 else of_norm(size, p))
+    # One gradient alone is summed by torch: of up to 4,096 elements in float32.
+    is_summed_in_float32 = p in (1.0, 2.0) and dtype != torch.float64
+    tolerance = of_norm(min(size, 4096), p) if is_summed_in_float32 else 1e-6
+    assert close(float(found), float(truth), tolerance)
 
 
 @pytest.mark.parametrize("size", [10, 8192, 8200])
