@@ -18,14 +18,14 @@ def diff(
     ),
 ) -> None:
     """Say in which step, module and rank two runs begin to differ, bit for bit; both log stats.Fingerprints()."""
-    from disthooks.report import diff as compared
+    from disthooks.report.diff import compare_logs
     from disthooks.report.log import file_of, read
 
-    found = compared.compare_logs(*(read(file_of(pathlib.Path(path))) for path in (one, other)))
+    found = compare_logs(*(read(file_of(pathlib.Path(path))) for path in (one, other)))
     if as_json:
-        document(compared.document(found))
+        document(found)
     else:
-        for text in compared.sentences(found):
+        for text in found["sentences"]:
             line(text)
-    if exit_code and not (found.are_same and not found.left_out):
+    if exit_code and not (found["same"] and found["whole"]):
         raise typer.Exit(1)

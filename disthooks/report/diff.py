@@ -62,23 +62,6 @@ class Comparison(NamedTuple):
     notes: list[str]
 
 
-class Pairs(NamedTuple):
-    """The comparisons of all runs of two logs.
-
-    Attributes:
-        found: for each pair of runs its number, the first being 1, and what was found.
-        left_out: how many of what were not compared, in all pairs, and runs without a counterpart.
-    """
-
-    found: list[tuple[int, Comparison]]
-    left_out: Counter[str]
-
-    @property
-    def are_same(self) -> bool:
-        """Whether nothing differs that was compared."""
-        return all(each.first is None for _, each in self.found)
-
-
 _WHAT = {
     "input": "the input of {where}",
     "output": "the output of {where}",
@@ -88,17 +71,17 @@ _WHAT = {
 }
 
 
-def compare_logs(one: Log, other: Log) -> Pairs:
-    """Compare each run of a log with that of another log. See [Note: which runs are compared].
+def compare_logs(one: Log, other: Log) -> dict[str, Any]:
+    """What ``disthooks diff`` says of two logs; docs/cli.md has the keys. See [Note: which runs are compared].
 
     Raises:
         UsageError: when no run has anything in common with its counterpart.
     """
-    found, left_out, errors = [], Counter[str](), []
+    found, left_out, errors = dict[int, Comparison](), Counter[str](), []
     for place, pair in enumerate(zip(one.runs, other.runs, strict=False), 1):
         try:
-            found.append((place, compare(*pair)))
-            left_out += found[-1][1].left_out
+            found[place] = compare(*pair)
+            left_out += found[place].left_out
         except UsageError as error:
             errors.append(error)
     if not found:
@@ -106,7 +89,32 @@ def compare_logs(one: Log, other: Log) -> Pairs:
     alone = len(one.runs) - len(other.runs)
     left_out += Counter({_ALONE[alone < 0].format("runs"): abs(alone), "pairs with nothing in common": len(errors)})
     left_out += Counter({"lines that are no records": sum(log.half + len(log.broken) for log in (one, other))})
-    return Pairs(found, left_out)
+    runs = [{"pair": place, **_plain(each)} for place, each in found.items()]
+    shown = next((run for run in runs if run["first"] is not None), runs[0])
+    return {
+        "same": shown["first"] is None,
+        "whole": not left_out,
+        "steps": shown["steps"],
+        "compared": sum(run["compared"] for run in runs),
+        "first": shown["first"],
+        "left_out": left_out,
+        "sentences": list(_sentences(found, left_out)),
+        "notes": list(dict.fromkeys(note for run in runs for note in run["notes"])),
+        "runs": runs,
+    }
+
+
+def _plain(found: Comparison) -> dict[str, Any]:
+    return found._asdict() | {"first": found.first and found.first._asdict()}
+
+
+def _sentences(pairs: dict[int, Comparison], left_out: Counter[str]) -> Iterator[str]:
+    for place, found in pairs.items():
+        if place > 1 or len(pairs) > 1:
+            yield f"Run {place} of both logs:"
+        yield from sentences(found)
+    if left_out:
+        yield f"Not compared: {_said(left_out)}. The runs of the two logs are paired by their order."
 
 
 def compare(one: Run, other: Run) -> Comparison:
@@ -213,12 +221,12 @@ def _said(left_out: Counter[str]) -> str:
     return ", ".join(f"{what}: {many:,}" for what, many in left_out.items() if many)
 
 
-def pair_sentences(found: Comparison) -> list[str]:
+def sentences(found: Comparison) -> list[str]:
     """What was found in a pair of runs, in words; without what was left out.
 
-    >>> pair_sentences(Comparison([0, 10], 40, None, Counter(), []))
+    >>> sentences(Comparison([0, 10], 40, None, Counter(), []))
     ['The runs are the same bit for bit: 40 fingerprints of 2 steps, 0 to 10, are the same.']
-    >>> pair_sentences(Comparison([0], 1, None, Counter({"steps only in the first": 3}), []))
+    >>> sentences(Comparison([0], 1, None, Counter({"steps only in the first": 3}), []))
     ['What was compared is the same bit for bit: 1 fingerprints of 1 step, 0 to 0, are the same.']
     """
     first, steps = found.first, found.steps
@@ -246,35 +254,3 @@ def pair_sentences(found: Comparison) -> list[str]:
     }
     told.append(f"In this step differ: {', '.join(f'{n} {names[kind]}' for kind, n in first.counts.items() if n)}.")
     return [*told, *found.notes]
-
-
-def sentences(pairs: Pairs) -> list[str]:
-    """What was found in all runs, in words."""
-    told = []
-    for place, found in pairs.found:
-        told += [f"Run {place} of both logs:"] if place > 1 or len(pairs.found) > 1 else []
-        told += pair_sentences(found)
-    if pairs.left_out:
-        told.append(f"Not compared: {_said(pairs.left_out)}. The runs of the two logs are paired by their order.")
-    return told
-
-
-def document(pairs: Pairs) -> dict[str, Any]:
-    """The same in plain values; ``steps`` and ``first`` are of the first pair that differs, or of the first one."""
-    runs = [{"pair": place, **_plain(found)} for place, found in pairs.found]
-    shown = next((run for run in runs if run["first"] is not None), runs[0])
-    return {
-        "same": pairs.are_same,
-        "whole": not pairs.left_out,
-        "steps": shown["steps"],
-        "compared": sum(run["compared"] for run in runs),
-        "first": shown["first"],
-        "left_out": pairs.left_out,
-        "sentences": sentences(pairs),
-        "notes": list(dict.fromkeys(note for run in runs for note in run["notes"])),
-        "runs": runs,
-    }
-
-
-def _plain(found: Comparison) -> dict[str, Any]:
-    return found._asdict() | {"first": found.first and found.first._asdict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pathlib
@@ -100,8 +101,11 @@ class Run:
         for key, value in line.items():
             if key in KINDS:
                 for statistic, column in value.items():
-                    if len(column) == len(self.names[key]):
-                        self._set(at, key, statistic, column, steps)
+                    if isinstance(column, array) and len(column) == len(self.names[key]):
+                        self._table(key, statistic, steps).rows[at] = column
+                    elif len(column) == len(self.names[key]):
+                        self.texts[key, statistic] = self.texts.get((key, statistic)) or [None] * steps
+                        self.texts[key, statistic][at] = column
             elif (found := _single(key)) is not None:  # a log of version 1, or of a sink that was opened by hand
                 of, statistic, name = found
                 self._table(of, statistic, steps).set_one(at, self.names[of].index(name), value)
@@ -109,19 +113,10 @@ class Run:
                 record[key] = value
         return record
 
-    def _set(self, at: int, of: str, statistic: str, column: Any, steps: int) -> None:
-        if isinstance(column, array):
-            self._table(of, statistic, steps).rows[at] = column
-            return
-        if (of, statistic) not in self.texts:
-            self.texts[of, statistic] = [None] * steps
-        self.texts[of, statistic][at] = column
-
     def _table(self, of: str, statistic: str, steps: int) -> Table:
-        key = of, statistic
-        if key not in self.columns:
-            self.columns[key] = Table(steps, len(self.names[of]))
-        return self.columns[key]
+        if (of, statistic) not in self.columns:
+            self.columns[of, statistic] = Table(steps, len(self.names[of]))
+        return self.columns[of, statistic]
 
 
 class Table:
@@ -189,6 +184,7 @@ def _order(lines: Sequence[dict[str, Any]], names: dict[str, list[str]]) -> dict
     return {"module": modules, "param": sorted(range(len(keys)), key=keys.__getitem__)}
 
 
+@functools.lru_cache(maxsize=2**16)
 def _single(key: str) -> tuple[str, str, str] | None:
     """Of the name of a single parameter's number: "param" or "module", the statistic, and the name of the parameter.
 

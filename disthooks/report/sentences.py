@@ -142,7 +142,7 @@ def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
 
 def value_of(record: dict[str, Any], name: str) -> Any:
     """The value of ``name``; None for the number of a rank that was found by norms that are not finite."""
-    which = re.sub(r"(argmin|argmax|outlier)_rank", "max_rank", name)
+    which = re.sub(r"(argmin|argmax|outlier)_rank", "max_rank", name) if "_rank" in name else name
     if which != name and not math.isfinite(number(record.get(which)) or 0.0):
         return None
     return record.get(name)
