@@ -314,7 +314,7 @@ class LivingStorages(TorchDispatchMode):
         self.bytes = self.peak = 0
         self._sizes: dict[int, int] = {}
         self._makers: dict[int, int] = {}  # the number of the autograd node that made a storage
-        counts_of_one_holder()
+        self._one_holder = counts_of_one_holder()
         self._resizing: Any = None
         for each in there:
             self._see(_tensors_of(each))
@@ -334,7 +334,7 @@ class LivingStorages(TorchDispatchMode):
         self._resizing.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and adds_in_place(args, self._maker(args)):
+        if func is torch.ops.aten.add.Tensor and adds_in_place(args, self._maker(args), self._one_holder):
             func = torch.ops.aten.add_.Tensor  # see [Note: a mode is seen]
         result = func(*args, **(kwargs or {}))
         # Arguments too: an operator that writes into one may give it another size.

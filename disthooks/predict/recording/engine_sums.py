@@ -13,12 +13,12 @@
 # - The first operand was not made by the node that runs now. So it is no sum inside the formula of a derivative. The
 #   exception is a node that gives two gradients to the same place, such as that of `x * x`.
 # - The counts of its holders are those of a gradient that only the engine holds. How high they are depends on torch and
-#   Python, so they are measured once, in a small backward. torch's own test is `can_accumulate_inplace`.
+#   Python, and on what ran before (after a `torch.compile` that was refused Python counts one more), so each recorder
+#   measures them anew, in a small backward. torch's own test is `can_accumulate_inplace`.
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _BETWEEN = ("_compile.py", "eval_frame.py")
 
 
-class _Counts(NamedTuple):
+class HolderCounts(NamedTuple):
     """How many hold a tensor: its holders in C++, those in Python, and the tensors over its storage."""
 
     in_cpp: int
@@ -51,7 +51,7 @@ def node_number() -> int:
     return NO_NODE if node is None else int(node._sequence_nr())
 
 
-def adds_in_place(args: tuple[Any, ...], made_by: int) -> bool:
+def adds_in_place(args: tuple[Any, ...], made_by: int, one_holder: HolderCounts | None) -> bool:
     """Whether this call of ``aten.add.Tensor`` is a sum that torch's engine would do in place.
 
     See [Note: sums of the engine]. Call it in the ``__torch_dispatch__`` of the innermost mode, in which ``args`` is a
@@ -60,6 +60,7 @@ def adds_in_place(args: tuple[Any, ...], made_by: int) -> bool:
     Args:
         args: the arguments of ``aten.add.Tensor``.
         made_by: what :func:`node_number` was when the storage of the first argument was made.
+        one_holder: what :func:`counts_of_one_holder` has measured.
     """
     if len(args) != 2 or torch.is_grad_enabled() or not _is_engine_calling():
         return False
@@ -70,7 +71,7 @@ def adds_in_place(args: tuple[Any, ...], made_by: int) -> bool:
         return False
     # The sizes and dtypes of plain gradients are the same, because the engine has made them so.
     same = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
-    return same and _is_dense(args[0]) and _counts(args[0]) == counts_of_one_holder()
+    return same and _is_dense(args[0]) and _counts(args[0]) == one_holder
 
 
 def _is_engine_calling() -> bool:
@@ -86,8 +87,8 @@ def _gives_twice(node: Any) -> bool:
     return len(set(targets)) < len(targets)
 
 
-def _counts(tensor: torch.Tensor) -> _Counts:
-    return _Counts(tensor._use_count(), sys.getrefcount(tensor), holders(tensor.untyped_storage()))  # type: ignore[attr-defined]
+def _counts(tensor: torch.Tensor) -> HolderCounts:
+    return HolderCounts(tensor._use_count(), sys.getrefcount(tensor), holders(tensor.untyped_storage()))  # type: ignore[attr-defined]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -104,7 +105,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Measure(_Mode):  # type: ignore[misc]
     """Measures the counts of a gradient that only the engine holds."""
 
-    found: _Counts | None = None
+    found: HolderCounts | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is aten.add.Tensor and not torch.is_grad_enabled():
@@ -112,13 +113,12 @@ class _Measure(_Mode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-def _measured(args: tuple[Any, ...]) -> _Counts:
+def _measured(args: tuple[Any, ...]) -> HolderCounts:
     return _counts(args[0])  # as in `adds_in_place`
 
 
-@functools.cache
-def counts_of_one_holder() -> _Counts | None:
-    """The counts of a gradient that only the engine holds. Call it once before :func:`adds_in_place` is used."""
+def counts_of_one_holder() -> HolderCounts | None:
+    """The counts of a gradient that only the engine holds, measured in a small backward."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
@@ -126,7 +126,7 @@ def counts_of_one_holder() -> _Counts | None:
         with _Measure() as measure:
             x = leaf * 2
             torch.autograd.backward(x.exp() + x.sin())
-    found: _Counts | None = measure.found
+    found: HolderCounts | None = measure.found
     return found
 
 

@@ -113,7 +113,7 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         self._position: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._owner: dict[int, int] = {}  # the module of a parameter, by its identity
         self._exits = contextlib.ExitStack()
-        counts_of_one_holder()  # now, because it runs a backward
+        self._one_holder = counts_of_one_holder()  # now, because it runs a backward
         self._add_modules(model)
         for weight in model.parameters():
             self._adopt(weight, "parameters")
@@ -286,7 +286,7 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        if func is _ADD and self._phase == "backward" and adds_in_place(args, self._maker(args)):
+        if func is _ADD and self._phase == "backward" and adds_in_place(args, self._maker(args), self._one_holder):
             func = _ADD_IN_PLACE
         arguments = tensors_in(args, kwargs)
         if any(_is_wrapper(each) for each in arguments):

@@ -144,3 +144,23 @@ def test_gradients_that_are_there_already_are_added_to(body: Callable[..., torch
     model, x = begun()
     there = 0 if x.grad is None else x.grad.nbytes  # the oracle knows the gradients of the model alone
     assert abs(predicted - there - oracle.allocated_peak(model, (x,))["backward"]) < SMALL
+
+
+def test_the_peak_is_the_same_after_a_compilation_that_was_refused() -> None:
+    """From then on Python counts one holder more of each tensor, until the process ends."""
+
+    def predicted() -> int:
+        def build() -> tuple[nn.Module, tuple[torch.Tensor]]:
+            return Net(fan, torch.float32), (torch.ones(ROWS, WIDE, requires_grad=True),)
+
+        said = explain(build, device="cpu", loss=oracle.loss_of)
+        return max(each.total for each in said.timeline.samples if each.phase == "backward")
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    before = predicted()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(breaks, fullgraph=True, backend="eager")(torch.ones(3))
+    assert predicted() == before
