@@ -101,7 +101,8 @@ def gradients(
             Without a group these are all ranks.
 
     Returns:
-        A handle with ``latest``, ``flush()``, ``report()`` and ``remove()``; also a context manager.
+        A handle with ``latest``, ``flush()``, ``report()`` and ``remove()``; also a context manager. A script may drop
+        it: what is attached lives as long as the optimizer, and the end of the process writes the last record.
 
     Raises:
         UsageError: when an argument can never work.

@@ -234,6 +234,19 @@ def test_a_model_and_its_optimizer_die_with_what_is_attached() -> None:
     assert [ref() for ref in refs] == [None] * 3
 
 
+def test_a_handle_that_is_dropped_leaves_the_rules_at_work() -> None:
+    model, optimizer = small()
+    alive = weakref.ref(dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]))
+    gc.collect()
+    assert alive() is not None
+    (100.0 * model(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    assert float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) == pytest.approx(1.0, abs=1e-4)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_rule_that_raises_leaves_withheld_gradients_where_they_were() -> None:
     model, optimizer = small()
 
