@@ -26,6 +26,7 @@ from __future__ import annotations
 import binascii
 import collections
 import ctypes
+import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -309,7 +310,10 @@ class StoredContent(Packed):
                 raise _with_module(error, "to store what", self.module_name) from error
             nbytes = part.nbytes
             total += nbytes
-            if self._store.leaves_memory(part) or part.device != self.alias.device:
+            later = functools.partial(self.counters.count_moved, nbytes, self.module_name)
+            if part.device != self.alias.device or (
+                self._store.leaves_memory(part) and self._store.has_left(stored.tickets[-1], later)
+            ):
                 moved += nbytes
             stored.addresses.append(part.data_ptr())
         stored.nbytes = total

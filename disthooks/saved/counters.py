@@ -214,6 +214,10 @@ class Counters:
         module.moved += moved
         module.pack_seconds += seconds
 
+    def count_moved(self, moved: int, module_name: str = "") -> None:
+        """Count bytes that have left the memory they were in after they were counted as stored."""
+        self.of_module(module_name).moved += moved
+
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
         """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
         module = self._modules.get(module_name) or self.of_module(module_name)

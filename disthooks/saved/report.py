@@ -95,8 +95,8 @@ class SavedReport:
     Attributes:
         calls: how many forwards, or blocks of code, ran with the hooks on.
         stored: bytes that the store got from the codecs, each content once.
-        moved: the bytes of ``stored`` that left the memory they were in. With a :class:`~disthooks.Tiered` these are
-            bytes that may have left it; its reports in ``tiers`` have the bytes that did.
+        moved: the bytes of ``stored`` that left the memory they were in. What stays in the ``OnDevice`` of a
+            :class:`~disthooks.Tiered` is none of them.
         shared: bytes of tensors that are views of contents that were packed already. They are not stored twice.
         kept: bytes that stayed in memory.
         kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where the tensors are), ...

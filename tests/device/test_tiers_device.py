@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 import torch
+from torch import nn
 
 import disthooks as dh
 from disthooks._streams import on
@@ -185,3 +186,19 @@ def test_the_link_works_from_the_first_put_and_from_the_first_get_on(others: int
             assert all(brought >= min(i - 1, count - stays) for i, brought in enumerate(back))
             assert back[-1] == count - stays
     assert nothing_left(tiers)
+
+
+@pytest.mark.parametrize("limit", ["1 GiB", "256 KiB", 0])
+def test_moved_are_the_bytes_that_left_the_device(limit: int | str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))).to(device)
+    x = torch.randn(512, 64, device=device)
+    with dh.save_activations(model, "*", dh.Tiered(dh.OnDevice(limit), dh.OnCpu())) as saving:
+        for _ in range(3):
+            model(x).sum().backward()
+    report = saving.report()
+    behind = report.tiers[1]
+    assert report.moved == behind.written + behind.never_written
+    assert report.moved == sum(site.moved for site in report.sites.values())
+    assert (report.moved == 0) == (limit == "1 GiB")
+    assert (report.moved == report.stored) == (limit == 0)

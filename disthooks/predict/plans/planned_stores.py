@@ -316,6 +316,9 @@ class WatchedStore(Store):
             return any(store.leaves_memory(tensor) for store in works.stores)
         return works.leaves_memory(tensor)
 
+    def has_left(self, ticket: Any, later: Callable[[], object]) -> bool:
+        return self._works.has_left(ticket, later)
+
 
 class PlannedStores:
     """Makes the stores of a prediction. Entries that share a store share what stands for it, and its limits.

@@ -256,6 +256,13 @@ class Store(ABC):
         """Whether ``put`` takes ``tensor`` out of the memory that it is in."""
         return True
 
+    def has_left(self, ticket: Any, later: Callable[[], object]) -> bool:
+        """Whether a tensor has left the memory that it was in; if not, ``later`` is called when it does.
+
+        This is asked right after ``put``, where :meth:`leaves_memory` is true.
+        """
+        return True
+
 
 Opened = TypeVar("Opened", bound=Store)
 
@@ -316,6 +323,9 @@ class StoreSpec(Store, Generic[Opened]):
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
         return self.open().put_from_host(tensor, stream)
+
+    def has_left(self, ticket: Any, later: Callable[[], object]) -> bool:
+        return self.open().has_left(ticket, later)
 
     def device_bytes(self, device: torch.device | None = None) -> int:
         return self.open().device_bytes(device)

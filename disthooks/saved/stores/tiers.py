@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -262,6 +262,15 @@ class OpenTiered(Store):
             tensor = store.get(ticket.ticket) if held is None else held
             return tensor if ticket.at is None else tensor.to(ticket.at.device)
 
+    def has_left(self, ticket: Placed, later: Callable[[], object]) -> bool:
+        try:
+            with ticket.lock:
+                if not ticket.has_left:
+                    ticket.leaves = later
+                return ticket.has_left
+        finally:
+            ticket.let_go()
+
     def pop_transfer_seconds(self, ticket: Placed) -> float:
         try:
             with ticket.lock:
@@ -305,6 +314,10 @@ class OpenTiered(Store):
                 why, free = str(error), error.free
                 continue
             placed.tier = tier
+            if not placed.has_left and self.stores[tier].leaves_memory(tensor):
+                placed.has_left = True
+                if placed.leaves is not None:
+                    placed.leaves()
             self.queue(tier, placed.device).add(placed, self.turns.of(placed))
             return
         said = f"{self._name}: the last tier is full, or failed: {why}" if self._name else why

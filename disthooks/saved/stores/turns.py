@@ -43,6 +43,8 @@ class Placed:
         tiers: the runtime of the ``Tiered`` that it was put into.
         turn: its position in the order of reads.
         asked: whether the tier was told that backward reads the tensor soon.
+        has_left: whether it was put into a tier that takes it out of the memory that it was in.
+        leaves: called when it is, once.
     """
 
     __slots__ = (
@@ -52,6 +54,8 @@ class Placed:
         "at",
         "device",
         "dropped",
+        "has_left",
+        "leaves",
         "lock",
         "nbytes",
         "ticket",
@@ -66,7 +70,8 @@ class Placed:
         self.ticket: Any = None
         self.nbytes, self.at, self.device = nbytes, at, device
         self.turn: Turn | None = None
-        self.asked = self.dropped = False
+        self.asked = self.dropped = self.has_left = False
+        self.leaves: Callable[[], object] | None = None
         self._to_let_go = [True]  # the thread that pops the item lets go of the tensor
         self.tiers = tiers  # last: the destructor does nothing before
 
