@@ -123,7 +123,7 @@ def _both(
     return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed)
 
 
-@pytest.mark.first_tier(engine=("ddp", "fsdp2"))
+@pytest.mark.first_tier(engine=("fsdp2",))
 @pytest.mark.parametrize(
     "engine", ["ddp", "fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs("deepspeed")) for stage in (2, 3))]
 )
@@ -135,7 +135,7 @@ def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
     _assert_kept(four(_both, "fsdp2", str(tmp_path)))
 
 
-@pytest.mark.first_tier(engine=("ddp, joined", "fsdp2 inside"))
+@pytest.mark.first_tier(engine=("ddp, joined",))
 @pytest.mark.parametrize(
     ("engine", "layers"),
     [

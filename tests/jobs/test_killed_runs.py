@@ -48,9 +48,11 @@ def _killed(file: pathlib.Path, seconds: float) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_misses_at_most_one_step(tmp_path: pathlib.Path) -> None:
-    chance = random.Random(0)
-    for number in range(20):
+@pytest.mark.full_tier(runs=(20,))
+@pytest.mark.parametrize("runs", [6, 20])
+def test_a_run_that_is_killed_misses_at_most_one_step(runs: int, tmp_path: pathlib.Path) -> None:
+    chance = random.Random(runs)
+    for number in range(runs):
         file = tmp_path / f"{number}.jsonl"
         made = _killed(file, chance.uniform(0.0, 1.0))
         log = read(file)

@@ -13,7 +13,7 @@ from disthooks.predict.explain import explain_built
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.run import Situation
 
-ROWS, WIDE, DEEP = 1 << 20, 64, 24
+ROWS, WIDE, DEEP = 1 << 20, 64, 12
 SAVED = ROWS * WIDE * 4  # the largest saved tensor: 256 MiB
 
 
