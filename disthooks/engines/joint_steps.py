@@ -209,7 +209,7 @@ class JointSteps:
             f"{self!r} were attached together, and in the last step {name} (number {place}) did not step, though its "
             "gradients were measured and changed with the others. If they step at different times, call "
             "watch.begin_step(optimizers=[...]) with those that step now, just before the first of them steps; or call "
-            "gradients() for each optimizer by itself"
+            "gradients() for each optimizer by itself (in a hooks file, optimizers: apart)"
         )
 
     def _run_after(self) -> None:
