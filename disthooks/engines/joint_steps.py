@@ -170,10 +170,12 @@ class JointSteps:
         self._backward = backward_id()
         self.stepping = (self.optimizers[place],) if self.is_in_backward else tuple(self._chosen())
         scaler = scaler_under_way()
-        others = [(i, one) for i, one in enumerate(self.optimizers) if i != place and one in self.stepping]
-        for i, other in others if scaler is not None and scaler.is_enabled() else ():
-            unscale(scaler, other)
-            self._found_inf[i] = found_inf(scaler, other)
+        stepping = [(i, one) for i, one in enumerate(self.optimizers) if one in self.stepping]
+        others = [(i, one) for i, one in stepping if i != place]
+        if scaler is not None and scaler.is_enabled():
+            for _, other in others:
+                unscale(scaler, other)
+            self._found_inf = {i: found_inf(scaler, one) for i, one in stepping}
         self._excluded = []
         left_out = [one for one in self.optimizers if one not in self.stepping]
         with _without_gradients(left_out):
