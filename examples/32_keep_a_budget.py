@@ -27,7 +27,7 @@ def at_most(nbytes: int):
 
 
 def losses(budget: int | None, folder: str) -> list[float]:
-    """Six steps of a GPT-2 of six layers on a page of text; ``budget`` is for the resident memory of the process."""
+    """Four steps of a GPT-2 of six layers on a page of text; ``budget`` is for the resident memory of the process."""
     from accelerate import Accelerator
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -41,7 +41,7 @@ def losses(budget: int | None, folder: str) -> list[float]:
     text = torch.frombuffer(bytearray(pathlib.Path(__file__).read_bytes()), dtype=torch.uint8).long()
     found = []
     generator = torch.Generator().manual_seed(accelerator.process_index)
-    for _ in range(6):
+    for _ in range(4):
         begins = torch.randint(len(text) - 256, (8,), generator=generator)
         tokens = torch.stack([text[begin : begin + 256] for begin in begins.tolist()])
         loss = model(input_ids=tokens, labels=tokens).loss

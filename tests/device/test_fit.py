@@ -514,6 +514,7 @@ def test_a_layer_without_hooks_keeps_its_checkpoint(device: torch.device, free: 
         assert (fitted.report().checkpoints, fitted.report().checkpoints_off) == (5, 5)
 
 
+@pytest.mark.full_tier(more=(1.2, 3.0))
 @pytest.mark.parametrize("more", [1.2, 2.0, 3.0])
 def test_checkpoints_are_off_by_the_length_of_the_inputs(
     more: float, device: torch.device, free: dict[str, Run]

@@ -44,7 +44,7 @@ def used(device: torch.device, saving: Saving) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(device), pinned(device)
 
 
-@pytest.mark.full_tier(kind=("cpu", "keep", "disk"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_memory_does_not_grow(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)

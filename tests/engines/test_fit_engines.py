@@ -123,6 +123,7 @@ def _both(
     return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed)
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "zero2"))
 @pytest.mark.first_tier(engine=("fsdp2",))
 @pytest.mark.parametrize(
     "engine", ["ddp", "fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs("deepspeed")) for stage in (2, 3))]
@@ -135,6 +136,7 @@ def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
     _assert_kept(four(_both, "fsdp2", str(tmp_path)))
 
 
+@pytest.mark.full_tier(engine=("ddp", "fsdp1", "zero2"))
 @pytest.mark.first_tier(engine=("ddp, joined",))
 @pytest.mark.parametrize(
     ("engine", "layers"),

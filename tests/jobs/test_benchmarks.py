@@ -63,6 +63,7 @@ def test_the_targets_have_figures(figures: dict[str, Any]) -> None:
     assert figures["limit"].keys() >= {"least_added_seconds", "added_seconds", "distance_seconds"}
 
 
+@pytest.mark.full_tier
 def test_the_benchmark_of_gradients_runs(tmp_path: pathlib.Path) -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "gradients.py"), "--sizes", "small", "--rounds", "1"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -422,7 +423,7 @@ def test_clipping_beside_torch_is_measured(tmp_path: pathlib.Path) -> None:
     assert all(0.2 < each < 5 for each in ratios.values())
 
 
-@pytest.mark.second_tier
+@pytest.mark.full_tier
 def test_induced_spikes_and_their_alarm(tmp_path: pathlib.Path) -> None:
     """A model that is too small for its figures to mean anything: each fault and rule is run, and drawn."""
     sizes = ["--seeds", "1", "--clean", "120", "--layers", "1", "--width", "16", "--jobs", "2"]
@@ -438,6 +439,7 @@ def test_induced_spikes_and_their_alarm(tmp_path: pathlib.Path) -> None:
     assert "steps after the fault" in (tmp_path / "spikes.svg").read_text()
 
 
+@pytest.mark.full_tier
 @pytest.mark.dist
 def test_flipped_bits_are_named(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "bits.json"

@@ -56,6 +56,7 @@ def objects(url: str) -> list[str]:
     return found
 
 
+@pytest.mark.full_tier(url=("memory", "file"))
 class TestOnObjects(StoreTests):
     @pytest.fixture
     def store(self, url: str) -> OnObjects:

@@ -177,6 +177,7 @@ PROMISES = [
 ]
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize(("extra", "command", "says"), PROMISES)
 def test_with_an_extra(extra: str, command: list[str], says: str, built: pathlib.Path, tmp_path: pathlib.Path) -> None:
     python = _bare(tmp_path / "venv", next(built.glob("*.whl")), *extra.split(","))
@@ -201,6 +202,7 @@ moved: int = saving.report().moved
 """
 
 
+@pytest.mark.full_tier
 def test_a_users_strict_mypy(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """The types of what users call are known, and wrong arguments are found."""
     python = _bare(tmp_path / "venv", next(built.glob("*.whl")))

@@ -120,6 +120,7 @@ def test_it_passes_the_conformance_tests(installed: pathlib.Path, tmp_path: path
     assert " passed" in done.stdout
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_fails(name: str, tmp_path: pathlib.Path) -> None:
     noun, body, fails = WRONG[name]
