@@ -26,7 +26,7 @@ demo: $(DEMO_READY)
 
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
-# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. Four minutes on 2 cores.
+# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. Five to eight minutes on 2 cores.
 test: $(TEST_READY)
 	$(PYTEST) --tier first $(ARGS)
 
