@@ -489,7 +489,7 @@ class Gradients(Attachment):
             UsageError: when ``state`` is no such state, or its rules or statistics are of other kinds, or for other
                 numbers of parameters; nothing is changed then.
         """
-        check_state(state, "steps", "rules", "stats")
+        check_state(state, "steps", "rules")  # a state of version 0.1 may have no "stats"
         mine = self.state_dict()
         given = {part: [[kind, dict(found)] for kind, found, *_ in state.get(part, [])] for part in ("rules", "stats")}
         for part in given:
