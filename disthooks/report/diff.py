@@ -227,13 +227,15 @@ def sentences(found: Comparison) -> list[str]:
     >>> sentences(Comparison([0, 10], 40, None, Counter(), []))
     ['The runs are the same bit for bit: 40 fingerprints of 2 steps, 0 to 10, are the same.']
     >>> sentences(Comparison([0], 1, None, Counter({"steps only in the first": 3}), []))
-    ['What was compared is the same bit for bit: 1 fingerprints of 1 step, 0 to 0, are the same.']
+    ['What was compared is the same bit for bit: 1 fingerprint of 1 step, 0 to 0, is the same.']
     """
     first, steps = found.first, found.steps
     if first is None:
-        many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {steps[0]} to {steps[-1]}, are the same"
+        are = "is" if found.compared == 1 else "are"
+        many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, {steps[0]} to {steps[-1]}, {are} the same"
         what = "What was compared is" if found.left_out else "The runs are"
-        return [f"{what} the same bit for bit: {found.compared:,} fingerprints of {many}.", *found.notes]
+        prints = "1 fingerprint" if found.compared == 1 else f"{found.compared:,} fingerprints"
+        return [f"{what} the same bit for bit: {prints} of {many}.", *found.notes]
     on = "" if first.rank is None else f" on rank {first.rank}"
     told = [f"Step {first.step}{on}: {_WHAT[first.what].format(where=first.where)} differs."]
     if first.has_same_input:
