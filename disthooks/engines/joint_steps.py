@@ -150,6 +150,8 @@ class JointSteps:
     def _waits(self, place: int) -> bool:
         """Whether an optimizer still has the gradients with which the joint step was begun."""
         optimizer, prepared = self.optimizers[place], self._prepared.get(place)
+        if not _is_trained(optimizer):  # it gets no new gradients, which would show that the joint step is over
+            return False
         return StepHooks.of(optimizer).is_prepared() or (prepared is not None and prepared.is_under_way(optimizer))
 
     def _before_step(self, place: int, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -203,7 +205,7 @@ class JointSteps:
         for place in sorted(unstepped):
             optimizer = self.optimizers[place]
             is_kept_back = any(bool(found) for found in kept_back.get(place, ()))
-            if not is_kept_back and any(parameter.requires_grad for parameter in parameters_of(optimizer)):
+            if not is_kept_back and _is_trained(optimizer):
                 self._raise_unstepped(type(optimizer).__name__, place)
 
     def _raise_unstepped(self, name: str, place: int) -> None:
@@ -222,6 +224,11 @@ class JointSteps:
         for prepared in self._prepared.values():
             prepared.remove_hooks()
         self._prepared, self._unstepped, self._decision, self._found_inf = {}, set(), None, {}
+
+
+def _is_trained(optimizer: Any) -> bool:
+    """Whether any parameter of ``optimizer`` needs gradients; all ranks answer alike."""
+    return any(parameter.requires_grad for parameter in parameters_of(optimizer))
 
 
 class _Told(threading.local):

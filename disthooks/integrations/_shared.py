@@ -90,10 +90,10 @@ def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
 
 
 def save_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:
-    """Write what ``fitted`` has learnt on this rank into a checkpoint's folder. Every rank calls it."""
+    """Write what ``fitted`` has learnt on this rank into a checkpoint's folder, if that exists; on every rank."""
     file = _fit_file(folder, i)
-    file.parent.mkdir(parents=True, exist_ok=True)  # the first rank may not have made it yet
-    torch.save({"ranks": len(world_ranks()), "fit": fitted.state_dict()}, file)
+    if file.parent.is_dir():  # a Trainer that has made no checkpoint must not find an empty one later
+        torch.save({"ranks": len(world_ranks()), "fit": fitted.state_dict()}, file)
 
 
 def load_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:

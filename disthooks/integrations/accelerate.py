@@ -86,8 +86,9 @@ def prepare(
         connect(accelerator, prepared.gradients)
     if (fitted := fitted_of(prepared)) is not None:
         around = _Around.of(accelerator)
-        around.fits.append(fitted)
-        fitted.on_remove(functools.partial(around.leave_fit, fitted))
+        around.join_fit(fitted)
+        gone = weakref.ref(fitted)
+        fitted.on_remove(lambda: around.leave_fit(gone()))
     return prepared
 
 
@@ -205,7 +206,7 @@ class _Around:
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
         self._attached: list[weakref.ref[Gradients]] = []  # an accelerator outlives models that are dropped
-        self.fits: list[Fitted] = []
+        self._fits: list[weakref.ref[Fitted]] = []
         self.clipping: set[int] | None = None
         names = ("backward", "unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
         self.true: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in names}
@@ -236,9 +237,18 @@ class _Around:
         self._attached = [weakref.ref(one) for one in self.attached if one is not gradients]
         self._restore()
 
-    def leave_fit(self, fitted: Fitted) -> None:
-        """Leave the state of ``fitted`` out of the checkpoints that follow."""
-        self.fits = [one for one in self.fits if one is not fitted]
+    @property
+    def fits(self) -> list[Fitted]:
+        """The attachments whose budgets are kept, in the order in which they were connected."""
+        return [one for each in self._fits if (one := each()) is not None]
+
+    def join_fit(self, fitted: Fitted) -> None:
+        """Put what ``fitted`` has learnt into the checkpoints that follow."""
+        self._fits.append(weakref.ref(fitted))
+
+    def leave_fit(self, fitted: Fitted | None) -> None:
+        """Leave it out of the checkpoints that follow."""
+        self._fits = [weakref.ref(one) for one in self.fits if one is not fitted]
         self._restore()
 
     def _restore(self) -> None:

@@ -87,6 +87,20 @@ def test_a_frozen_optimizer_need_not_step() -> None:
             assert float(model[0].grad) == pytest.approx(1.0)
 
 
+def test_a_loop_that_clips_beside_a_frozen_optimizer_is_measured_before_it_clips() -> None:
+    model, optimizers = two()
+    model[1].requires_grad_(False)
+    with dh.gradients(model, optimizers, stats=[stats.Norm()], every=1) as watch:
+        for step in range(3):
+            model[0].grad = None
+            (3 * model[0]).backward()
+            nn.utils.clip_grad_norm_([model[0]], 1.0)
+            assert watch.steps == step + 1, "the step was begun before the loop clipped"
+            optimizers[0].step()
+            watch.flush()
+            assert watch.latest["grad_norm"] == pytest.approx(3.0)
+
+
 def test_optimizers_that_are_not_attached_cannot_be_told() -> None:
     model, optimizers = two()
     other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
