@@ -177,9 +177,8 @@ class LocalGradientHooks:
         if not self._stats:
             return self._no_stats
         stay = {self._indices[place] for place in left_out}
-        stats = {index: found for index, found in self._stats.items() if index not in stay}
-        self._stats = {index: found for index, found in self._stats.items() if index in stay}
-        return [stats.get(index, _NO_STATS) for index in self._indices]
+        stats, self._stats = self._stats, {index: self._stats[index] for index in stay if index in self._stats}
+        return [_NO_STATS if index in stay else stats.get(index, _NO_STATS) for index in self._indices]
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         if self.on_gradient is not None:

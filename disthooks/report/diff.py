@@ -152,7 +152,7 @@ def compare(one: Run, other: Run) -> Comparison:
     return Comparison(steps, compared, first, +left_out, list(_notes(one, other)))
 
 
-#: What has no counterpart, in the first run and in the second.
+#: The names of what only one of the two runs has: of the first run and of the second.
 _ALONE = ("{} only in the first", "{} only in the second")
 _OF_BATCH = "fingerprints that depend on the batch of a rank"
 #: In the order of [Note: where a difference begins].
@@ -222,7 +222,7 @@ def _said(left_out: Counter[str]) -> str:
 
 
 def sentences(found: Comparison) -> list[str]:
-    """What was found in a pair of runs, in words; without what was left out.
+    """Sentences about a pair of runs, without what was left out.
 
     >>> sentences(Comparison([0, 10], 40, None, Counter(), []))
     ['The runs are the same bit for bit: 40 fingerprints of 2 steps, 0 to 10, are the same.']

@@ -43,7 +43,7 @@ class Part(BaseModel):
 
 
 class About(Part):
-    """What is attached."""
+    """The description of an attachment."""
 
     engine: str = ""
     ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
