@@ -2,25 +2,31 @@
 
     make bench-faults                        # or: python benchmarks/faults.py --faults 200 --clean 10000
 
-Two to four processes train a GPT of 30,000 parameters on text under DistributedDataParallel (gloo), one training after
-the other, with ``stats: full`` and copies compared in every step. In each training one fault happens, at a random step,
-on a random rank, in a random layer:
+Two to four processes train a GPT of 30,000 parameters on text under DistributedDataParallel, ``fully_shard`` or ZeRO 2
+(gloo), one training after the other. In each training one fault happens, at a random step, on a random rank, in a
+random layer:
 
 - ``forward``, ``backward``: a bit of one element of a product flips, in the output of a layer, or in the gradient of
   its input;
 - ``gradient``: a bit of one element of one rank's gradient flips, before the reduction;
-- ``state``: a bit of one element of the optimizer's state flips on one rank;
+- ``weight``, ``state``: a bit of one element of a weight, or of the optimizer's state, flips on one rank;
 - ``batch``: one rank gets random tokens, or wrong targets;
 - ``rate``: the learning rate jumps;
 - ``slow``: one rank sleeps in each step, before its forward or in it;
 - ``seed``: one rank begins with other weights;
 - ``dead``: all weights of a layer become zero on all ranks;
-- ``nan``: one element of a layer's output, or of one gradient, becomes NaN.
+- ``nan``: one element of a layer's output, or of one gradient, becomes NaN;
+- ``two``: two of them in one training: a slow rank and a bit that flips, or a NaN ten steps after a bit that flips.
 
 The bit is one of the exponent, and its element becomes at least 256 times the largest of its tensor: what a smaller
-change does to a norm is less than what a batch does, and ``disthooks diff`` finds it. The verdict counts as right if
-kind, module or parameter, rank and step (one more or less) are right. Trainings without a fault count the verdicts that
-name something: false alarms.
+change does to a norm is less than what a batch does, and ``disthooks diff`` finds it. By default ``stats: full`` logs
+every step, and copies are compared after each; ``--ways`` takes other engines, statistics and comparisons:
+
+    python benchmarks/faults.py --ways ddp/readme/0 fsdp2/standard/10
+
+Three things are counted. **Power**: the first sentence is right in all that these statistics can know of the kind, the
+module or parameter, the rank, and a range of steps that holds the step (:func:`knows`). **Honesty**: no sentence is
+false, whatever was looked at (:func:`false_in`). **Alarms**: sentences about trainings without a fault.
 """
 
 from __future__ import annotations
@@ -39,16 +45,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import yaml
 from torch import nn
 
 import disthooks as dh
-from disthooks.report.culprit import Culprit, culprits
+from disthooks.report.culprit import Culprit
 from disthooks.report.log import read
+from disthooks.report.timeline import timeline
 
 LAYERS, WIDTH, TOKENS, BATCH = 3, 32, 32, 4
-STEPS = 70
+STEPS, LONG = 70, 300  # of a training of which every step is logged, and of one of which every tenth is
 FACTOR = 256.0
-KINDS = ("forward", "backward", "gradient", "state", "batch", "rate", "slow", "seed", "dead", "nan")
+KINDS = ("forward", "backward", "gradient", "state", "batch", "rate", "slow", "seed", "dead", "nan", "weight", "two")
+ENGINES = ("ddp", "fsdp2", "zero2")
 PRODUCTS = [f"blocks.{i}.{name}" for i in range(LAYERS) for name in ("qkv", "out", "up", "down")]
 
 
@@ -92,10 +101,52 @@ class Fault(NamedTuple):
     amount: float = 0.0
 
 
-def draw(seed: int, kind: str, world: int, steps: int = STEPS) -> Fault:
-    """A fault of ``kind``."""
+class Way(NamedTuple):
+    """An engine, what is logged, and after how many steps copies are compared; 0 for never."""
+
+    engine: str
+    statistics: str
+    checks: int
+
+    @property
+    def steps(self) -> int:
+        return LONG if self.statistics == "readme" else STEPS
+
+    def config(self, file: pathlib.Path) -> dict[str, Any]:
+        """What disthooks is told; "readme" is what README shows."""
+        watch: dict[str, Any] = {"every": 1, "stats": self.statistics}
+        if self.statistics == "readme":
+            readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+            watch = yaml.safe_load(readme.split("```yaml\n")[1].split("```")[0])["watch"]
+        watch["sinks"] = [{"kind": "Jsonl", "path": str(file)}]
+        return {"watch": watch} | ({"check_replicas": self.checks} if self.checks else {})
+
+
+class Case(NamedTuple):
+    """One training."""
+
+    way: Way
+    faults: tuple[Fault, ...]
+    seed: int
+    steps: int
+
+
+def draw(seed: int, kind: str, world: int, way: Way) -> tuple[Fault, ...]:
+    """The faults of one training."""
+    if kind != "two":
+        return (draw_one(seed, kind, world, way.steps),)
+    first = draw_one(seed, "forward", world, way.steps)
+    if seed % 2:
+        return (draw_one(seed, "slow", world, way.steps)._replace(step=first.step // 2), first)
+    # the rank goes on with the step of the first fault, whose jump is over by then
+    return (first._replace(step=first.step - 10), draw_one(seed + 1, "nan", world, way.steps)._replace(step=first.step))
+
+
+def draw_one(seed: int, kind: str, world: int, steps: int) -> Fault:
+    """A fault of ``kind``, in the last two thirds of the steps."""
     chance = random.Random(seed)
-    step, rank, where = chance.randrange(25, steps - 15), chance.randrange(world), chance.choice(PRODUCTS)
+    begin = 25 if steps == STEPS else 200
+    step, rank, where = chance.randrange(begin + 10, steps - 15), chance.randrange(world), chance.choice(PRODUCTS)
     more, amount = "", 0.0
     if kind == "batch":
         more = chance.choice(("random", "targets"))
@@ -144,7 +195,7 @@ class Changed(torch.autograd.Function):
         return grad, None
 
 
-def arm(model: Gpt, fault: Fault, rank: int, now: list[int]) -> None:
+def arm(model: Gpt, fault: Fault, rank: int, now: list[int], is_sharded: bool) -> None:
     """Put the hooks on that make the fault, before disthooks puts on its own."""
     module = model.get_submodule(fault.where)
     is_here = rank == fault.rank
@@ -175,17 +226,20 @@ def arm(model: Gpt, fault: Fault, rank: int, now: list[int]) -> None:
         "nan forward": lambda: module.register_forward_hook(on_output),
         "backward": lambda: module.register_forward_pre_hook(on_input),
         "gradient": lambda: module.weight.register_hook(on_gradient),
-        "nan gradient": lambda: module.weight.register_hook(on_gradient),
+        # fully_shard makes other parameters, so a NaN begins in the backward of the module there
+        "nan gradient": lambda: (
+            module.register_forward_pre_hook(on_input) if is_sharded else module.weight.register_hook(on_gradient)
+        ),
         "slow forward": lambda: module.register_forward_hook(be_slow),
     }.get(f"{fault.kind} {fault.more}".strip(), lambda: None)()
 
 
-def batch_of(text: torch.Tensor, fault: Fault, seed: int, step: int, rank: int, vocabulary: int) -> Any:
+def batch_of(text: torch.Tensor, fault: Fault | None, seed: int, step: int, rank: int, vocabulary: int) -> Any:
     """The tokens and the targets of one rank in one step."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
     begins = torch.randint(len(text) - TOKENS - 1, (BATCH,), generator=generator)
     whole = torch.stack([text[begin : begin + TOKENS + 1] for begin in begins])
-    if fault.kind == "batch" and (step, rank) == (fault.step, fault.rank):
+    if fault is not None and (step, rank) == (fault.step, fault.rank):
         if fault.more == "random":
             whole = torch.randint(vocabulary, whole.shape, generator=generator)
         else:
@@ -193,67 +247,97 @@ def batch_of(text: torch.Tensor, fault: Fault, seed: int, step: int, rank: int, 
     return whole[:, :-1], whole[:, 1:]
 
 
-def train(
-    rank: int, fault: Fault, seed: int, steps: int, text: torch.Tensor, vocabulary: int, file: pathlib.Path
-) -> None:
+def train(rank: int, case: Case, text: torch.Tensor, vocabulary: int, file: pathlib.Path) -> None:
     """One training, logged to ``file``."""
-    torch.manual_seed(seed)
-    model = Gpt(vocabulary)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    if fault.kind == "seed" and rank == fault.rank:
-        torch.manual_seed(seed + 1)
+    torch.manual_seed(case.seed)
+    model, now = Gpt(vocabulary), [0]
+    of_kind = {fault.kind: fault for fault in case.faults}
+    for fault in case.faults:
+        arm(model, fault, rank, now, case.way.engine == "fsdp2")
+    wrapped, optimizer = wrap(model, case.way.engine)
+    if "seed" in of_kind and rank == of_kind["seed"].rank:
+        torch.manual_seed(case.seed + 1)
         model.load_state_dict(Gpt(vocabulary).state_dict())
-    now = [0]
-    if fault.kind:
-        arm(model, fault, rank, now)
-    is_late = (fault.kind, fault.more, fault.rank) == ("slow", "input", rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    config = {
-        "check_replicas": 1,
-        "watch": {"every": 1, "stats": "full", "sinks": [{"kind": "Jsonl", "path": str(file)}]},
-    }
-    with dh.prepare(ddp, optimizer, config) as prepared:
+    with dh.prepare(wrapped, optimizer, case.way.config(file)) as prepared:
         assert prepared.gradients is not None
-        for step in range(steps):
+        for step in range(case.steps):
             now[0] = step
-            happens = step == fault.step
-            time.sleep(fault.amount if is_late and step >= fault.step else 0.0)
-            tokens, targets = batch_of(text, fault, seed, step, rank, vocabulary)
-            if fault.kind == "dead" and happens:
-                with torch.no_grad():
-                    for parameter in model.get_submodule(fault.where).parameters():
+            for fault in case.faults:
+                if (fault.kind, fault.more, fault.rank) == ("slow", "input", rank) and step >= fault.step:
+                    time.sleep(fault.amount)
+            tokens, targets = batch_of(text, of_kind.get("batch"), case.seed, step, rank, vocabulary)
+            with torch.no_grad():
+                if "dead" in of_kind and step >= of_kind["dead"].step:  # it stays dead
+                    for parameter in model.get_submodule(of_kind["dead"].where).parameters():
                         parameter.zero_()
-                        parameter.requires_grad_(True)
-            if (
-                fault.kind == "dead" and step >= fault.step
-            ):  # it stays dead, as a layer does whose outputs are all cut off
-                with torch.no_grad():
-                    for parameter in model.get_submodule(fault.where).parameters():
-                        parameter.zero_()
-            loss = nn.functional.cross_entropy(ddp(tokens).flatten(0, 1), targets.flatten())
+                if "weight" in of_kind and step == of_kind["weight"].step and rank == of_kind["weight"].rank:
+                    weight = local(model.get_submodule(of_kind["weight"].where).weight)
+                    weight.copy_(flipped(weight, of_kind["weight"]))
+            loss = nn.functional.cross_entropy(wrapped(tokens).flatten(0, 1), targets.flatten())
             prepared.gradients.note_loss(loss)
-            optimizer.zero_grad()
-            loss.backward()
-            if fault.kind == "rate" and happens:
-                optimizer.param_groups[0]["lr"] *= fault.amount
-            if fault.kind == "state" and happens and rank == fault.rank:
-                spoil_state(optimizer.state[model.get_submodule(fault.where).weight], fault)
-            optimizer.step()
+            step_of(wrapped, optimizer, loss, case.faults, step, rank, model)
 
 
-def spoil_state(state: dict[str, torch.Tensor], fault: Fault) -> None:
-    state[fault.more].copy_(flipped(state[fault.more], fault))
+def wrap(model: Gpt, engine: str) -> tuple[Any, Any]:
+    """The model as the engine has it, and its optimizer."""
+    if engine == "zero2":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True,
+        }
+        made = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3),
+            config=config,
+            dist_init_required=False,
+        )
+        return made[0], made[0]
+    if engine == "fsdp2":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in [*model.blocks, model]:
+            dist.fsdp.fully_shard(block, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+    return nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def work(rank: int, world: int, port: int, cases: list[tuple[Fault, int, int]], folder: str) -> None:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def step_of(
+    wrapped: Any, optimizer: Any, loss: torch.Tensor, faults: tuple[Fault, ...], step: int, rank: int, model: Gpt
+) -> None:
+    """Backward and the optimizer's step, with what goes wrong there."""
+    is_deepspeed = optimizer is wrapped
+    if is_deepspeed:
+        wrapped.backward(loss)
+    else:
+        optimizer.zero_grad()
+        loss.backward()
+    for fault in faults:
+        if fault.kind == "rate" and step == fault.step:
+            for group in optimizer.optimizer.param_groups if is_deepspeed else optimizer.param_groups:
+                group["lr"] *= fault.amount
+        if fault.kind == "state" and step == fault.step and rank == fault.rank:
+            state = local(optimizer.state[model.get_submodule(fault.where).weight][fault.more])
+            state.copy_(flipped(state, fault))
+    optimizer.step()
+
+
+def work(rank: int, world: int, port: int, cases: list[Case], folder: str) -> None:
     """All trainings of one rank."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  what the watchers say of each fault
     dist.init_process_group("gloo")
     text, vocabulary = corpus()
-    for number, (fault, seed, steps) in enumerate(cases):
-        train(rank, fault, seed, steps, text, vocabulary, pathlib.Path(folder, f"{world}-{number}.jsonl"))
+    for number, case in enumerate(cases):
+        train(rank, case, text, vocabulary, pathlib.Path(folder, f"{world}-{number}.jsonl"))
         if rank == 0 and number % 10 == 9:
             print(f"{world} ranks: {number + 1} of {len(cases)}", flush=True)
     dist.destroy_process_group()
@@ -273,6 +357,7 @@ RIGHT: dict[str, set[str]] = {
     "backward": {"backward", "nonfinite"},
     "gradient": {"gradient", "nonfinite"},
     "state": {"replicas", "update"},
+    "weight": {"replicas", "forward", "nonfinite"},
     "batch": {"batch"},
     "rate": {"learning rate"},
     "slow": {"slow"},
@@ -280,78 +365,153 @@ RIGHT: dict[str, set[str]] = {
     "dead": {"dead"},
     "nan": {"nonfinite"},
 }
+#: A jump without a cause, and a model that can no longer be saved, may come of each of them.
+LESS = {"jump", "nonfinite", "loss"}
 
 
-def wrong_in(fault: Fault, culprit: Culprit | None) -> list[str]:
-    """What of a verdict is wrong: "missed", or some of "kind", "where", "rank" and "step"."""
+def knows(way: Way, fault: Fault, world: int) -> set[str]:
+    """What a log can tell of a fault: some of "kind", "where", "rank" and "step"; nothing if it cannot see it."""
+    kind = fault.kind
+    of_all = kind in ("rate", "dead")  # it is so on all ranks
+    everything = {"kind", "where", "step"} | (set() if of_all else {"rank"})
+    if way.engine != "ddp" and kind in ("seed", "state", "gradient"):
+        return set()  # nobody has a copy, and a gradient or a state of one rank is part of that of all
+    if kind in ("seed", "state"):
+        if not way.checks:
+            return set()
+        # Of two copies it can be unknown which is right.
+        return everything - ({"rank"} if world == 2 else set()) - ({"where"} if kind == "seed" else set())
+    if way.statistics == "standard":
+        found = everything if kind == "nan" else set()
+        has_copies = kind == "weight" and way.engine == "ddp" and way.checks
+        return found | ({"kind", "where", "step"} if has_copies else set())
+    if kind == "weight":
+        return {"kind", "step"} | ({"where"} if way.engine == "ddp" else set())
+    if way.statistics == "readme" and kind in ("forward", "backward", "gradient", "batch") and fault.step % 10:
+        return set()  # the step is not logged, and what it did does not last
+    return everything
+
+
+def places(fault: Fault) -> set[str]:
+    """The modules and parameters that are right to name."""
+    if fault.kind in ("state", "gradient"):
+        return {f"{fault.where}.weight"}
+    if fault.kind == "weight":
+        return {fault.where, f"{fault.where}.weight"}
+    if fault.kind == "nan" and fault.more == "gradient":
+        return {fault.where, f"{fault.where}.weight"}
+    return {"slow": {fault.more}, "seed": {""}, "rate": {""}, "batch": {""}}.get(fault.kind, {fault.where})
+
+
+def wrong_in(fault: Fault, culprit: Culprit | None, known: set[str]) -> list[str]:
+    """What of a verdict is wrong: "missed", or some of what can be known."""
     if culprit is None:
         return ["missed"]
-    wrong = [] if culprit.kind in RIGHT[fault.kind] else ["kind"]
-    names: dict[str, set[str]] = {
-        "gradient": {f"{fault.where}.weight"},
-        "state": {f"{fault.where}.weight"},
-        "nan": {fault.where} if fault.more == "forward" else {f"{fault.where}.weight"},
-        "slow": {fault.more},
+    is_right = {
+        "kind": culprit.kind in RIGHT[fault.kind],
+        "where": culprit.where in places(fault),
+        "rank": culprit.rank == fault.rank,
+        "step": culprit.first - 1 <= fault.step <= culprit.step + 1,
     }
-    if fault.kind in ("forward", "backward", "dead") or fault.kind in names:
-        allowed = names.get(fault.kind, {fault.where})
-        wrong += [] if culprit.where in allowed else ["where"]
-    if fault.kind not in ("rate", "dead"):
-        wrong += [] if culprit.rank == fault.rank else ["rank"]
-    return wrong + ([] if abs(culprit.step - fault.step) <= 1 else ["step"])
+    return [name for name, right in is_right.items() if name in known and not right]
 
 
-def judge(file: pathlib.Path) -> list[Culprit]:
+def false_in(faults: tuple[Fault, ...], culprit: Culprit) -> list[str]:
+    """What of a sentence is false, whatever the log can tell: of each fault it may say less, and nothing else."""
+    wrong = []
+    for fault in faults:
+        if culprit.step < fault.step:
+            wrong.append("it is said of a step before it")
+        elif culprit.rank not in (None, fault.rank) or (culprit.rank is not None and fault.kind in ("rate", "dead")):
+            wrong.append("rank")
+        elif culprit.first > fault.step + 1 or culprit.kind in LESS:
+            return []  # it came of the fault later, or names no cause
+        elif culprit.kind not in RIGHT[fault.kind]:
+            wrong.append("kind")
+        elif culprit.where and culprit.where not in places(fault):
+            wrong.append("where")
+        else:
+            return []
+    return wrong
+
+
+def found_in(file: pathlib.Path) -> list[Culprit]:
     """The culprits of the run in ``file``."""
     (run,) = read(file).runs
-    return culprits(run)
+    return timeline(run).culprits
 
 
 def run_all(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     worlds = (2, 3, 4)
-    cases: dict[int, list[tuple[Fault, int, int]]] = {world: [] for world in worlds}
+    cases: dict[int, list[Case]] = {world: [] for world in worlds}
     kinds = arguments.kinds or KINDS
-    for number in range(arguments.faults):
-        seed, world = arguments.seed + number, worlds[number // len(kinds) % 3]
-        cases[world].append((draw(seed, kinds[number % len(kinds)], world), seed, STEPS))
-    clean = Fault("", 0, -1, -1, "blocks.0.up")
-    for number in range(-(-arguments.clean // arguments.length)):
-        cases[worlds[number % 3]].append((clean, arguments.seed + 100_000 + number, arguments.length))
+    for way in arguments.ways:
+        for number in range(arguments.faults):
+            seed, world, kind = arguments.seed + number, worlds[number // len(kinds) % 3], kinds[number % len(kinds)]
+            if (way.engine == "fsdp2" and kind in ("gradient", "seed")) or (
+                way.engine == "zero2" and kind in ("state", "seed")
+            ):
+                continue  # there is no such thing: DeepSpeed sends the first rank's weights to all, for one
+            cases[world].append(Case(way, draw(seed, kind, world, way), seed, way.steps))
+        for number in range(-(-arguments.clean // arguments.length)):
+            cases[worlds[number % 3]].append(Case(way, (), arguments.seed + 100_000 + number, arguments.length))
     begun = time.perf_counter()
     for place, world in enumerate(worlds):
         if cases[world] and not arguments.reread:
             mp.spawn(work, (world, arguments.port + place, cases[world], str(folder)), world)
-    return score(cases, folder) | {"seconds": round(time.perf_counter() - begun)}
+    ways = {"/".join(map(str, way)): score(cases, way, folder) for way in arguments.ways}
+    first, *others = ways.values()
+    return {**first, "seconds": round(time.perf_counter() - begun)} | ({"ways": ways} if others else {})
 
 
-def score(cases: dict[int, list[tuple[Fault, int, int]]], folder: pathlib.Path) -> dict[str, Any]:
+def score(cases: dict[int, list[Case]], way: Way, folder: pathlib.Path) -> dict[str, Any]:
     """The table of right verdicts, and what is wrong in the others."""
     counts: dict[str, list[int]] = {}
-    failures, alarms, clean_steps = [], [], 0
-    for world, several in cases.items():
-        for number, (fault, seed, steps) in enumerate(several):
-            found = judge(folder / f"{world}-{number}.jsonl")
-            if not fault.kind:
-                clean_steps += steps
-                alarms += [f"{world} ranks, seed {seed}: {culprit.text}" for culprit in found]
-                continue
-            wrong = wrong_in(fault, found[0] if found else None)
-            counts.setdefault(fault.kind, [0, 0])
-            counts[fault.kind][0] += not wrong
-            counts[fault.kind][1] += 1
-            if wrong:
-                text = found[0].text if found else "nothing stands out"
-                failures.append(f"{world}-{number} {wrong} {fault}: {text}")
+    failures, untrue, alarms, clean_steps = [], [], [], 0
+    several = [(world, number, case) for world in cases for number, case in enumerate(cases[world])]
+    for world, number, case in several:
+        if case.way != way:
+            continue
+        found = found_in(folder / f"{world}-{number}.jsonl")
+        if not case.faults:
+            clean_steps += case.steps
+            alarms += [f"{world} ranks, seed {case.seed}: {culprit.text}" for culprit in found]
+            continue
+        untrue += [
+            f"{world}-{number} {false} {case.faults}: {culprit.text}"
+            for culprit in found
+            if (false := false_in(case.faults, culprit))
+        ]
+        for place, fault in enumerate(case.faults):
+            known = knows(way, fault, world)
+            told = found[place] if place < len(found) else None
+            wrong = wrong_in(fault, told, known)
+            kind = fault.kind if len(case.faults) == 1 else "two"
+            count = counts.setdefault(kind, [0, 0, 0])
+            count[2] += 1
+            if known:
+                count[0] += not wrong
+                count[1] += 1
+                if wrong:
+                    text = told.text if told else "nothing stands out"
+                    failures.append(f"{world}-{number} {wrong} {fault}: {text}")
     right, many = (sum(count[i] for count in counts.values()) for i in (0, 1))
     return {
         "right": right,
         "faults": many,
-        "by_kind": {kind: f"{good} of {of}" for kind, (good, of) in counts.items()},
+        "by_kind": {kind: f"{good} of {of}" for kind, (good, of, _) in counts.items()},
+        "cannot_be_known": {kind: all_ - of for kind, (_, of, all_) in counts.items() if all_ > of},
+        "false_sentences": untrue,
         "clean_steps": clean_steps,
         "false_alarms": len(alarms),
         "alarms": alarms,
         "failures": failures,
     }
+
+
+def way_of(word: str) -> Way:
+    engine, statistics, checks = word.split("/")
+    return Way(engine, statistics, int(checks))
 
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
@@ -361,6 +521,13 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--length", type=int, default=500, help="steps of a training without a fault")
     parser.add_argument("--seed", type=int, default=5_000, help="the first seed")
     parser.add_argument("--kinds", nargs="*", choices=KINDS)
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        type=way_of,
+        default=[way_of("ddp/full/1")],
+        help="engine/statistics/comparisons: ddp, fsdp2 or zero2; readme, standard or full; after how many steps, or 0",
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="where the logs stay; a temporary one by default")
     parser.add_argument("--reread", action="store_true", help="judge the logs in --folder again, without a training")
     parser.add_argument("--port", type=int, default=29_611)

@@ -66,14 +66,15 @@ def frame(tail: Tail) -> Any:
         parts.append(styled(f"{tail.broken} lines of {tail.file} are no records; report says why", "yellow"))
     if run is None:
         return Group(*parts, styled(f"{tail.file}: no step is logged there yet"))
-    from disthooks.report.culprit import culprits
+    from disthooks.report.sentences import nothing_said
+    from disthooks.report.timeline import timeline
 
     parts.insert(0, styled(_head(tail.file, run), "bold"))
-    wrong = culprits(run)
-    for culprit in wrong[-3:]:
+    found = timeline(run)
+    for culprit in found.culprits[-3:]:
         parts.append(styled(culprit.text, "red"))
-    if not wrong:
-        parts.append(styled(f"Nothing stands out in the last {len(run.records)} logged steps.", "green"))
+    if not found.culprits:
+        parts.append(styled(nothing_said(run, found), "green"))
     parts += _curves(run)
     parts += _layers(run)
     parts += _ranks(run)

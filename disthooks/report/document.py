@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from disthooks.report.culprit import Culprit, culprits
+from disthooks.report.culprit import Culprit
 from disthooks.report.log import Run, number
 from disthooks.report.moved import values_of
-from disthooks.report.sentences import figure, missing_said, nonfinite_entries, peak_of, seconds, size, verdict
+from disthooks.report.sentences import figure, nonfinite_entries, peak_of, seconds, size, verdict
+from disthooks.report.timeline import timeline
 
 _CELLS = 440_000  # numbers of a heat map
 _POINTS = 2_000  # steps of a curve
@@ -90,7 +91,8 @@ def document(
         other: a second run, whose curves are shown beside.
         predicted: what `disthooks explain --json` said before the run.
     """
-    wrong = culprits(run)
+    found = timeline(run)
+    wrong = found.culprits
     made: dict[str, Any] = {
         "name": name,
         "run": run.name,
@@ -102,8 +104,8 @@ def document(
         "logged": len(run.records),
         "verdict": {
             "culprits": [culprit.document() for culprit in wrong[:_MOST]],
-            "sentences": verdict(run, wrong)[min(len(wrong), 3) :],
-            "missing": list(missing_said(run)),
+            "sentences": verdict(run, found)[min(len(wrong), 3) :],
+            "missing": found.unseen,
         },
         "tiles": list(tiles(run, wrong)),
         "curves": list(curves(run)),
@@ -119,7 +121,7 @@ def document(
             "about": other.about,
             "steps": other.steps[:: _stride(other)],
             "curves": list(curves(other)),
-            "tiles": list(tiles(other, culprits(other))),
+            "tiles": list(tiles(other, timeline(other).culprits)),
         }
     return made
 
@@ -244,7 +246,7 @@ def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     ratios = [ratio for ratio in run.column("clip_ratio") if ratio is not None]
     if ratios:
         clipped = [ratio for ratio in ratios if ratio < 1]
-        note = f"the median factor was {statistics.median(clipped):.3g}" if clipped else "no step was clipped"
+        note = f"by a median factor of {statistics.median(clipped):.3g}" if clipped else "no step was clipped"
         yield {"title": "Steps clipped", "figure": f"{len(clipped) / len(ratios):.0%}", "note": note}
     skipped = [total for total in run.column("skipped_total") if total is not None]
     bad = nonfinite_entries(run)

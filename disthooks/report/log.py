@@ -96,6 +96,11 @@ class Run:
         """The value under ``name`` in each record, as it is."""
         return [record.get(name) for record in self.records]
 
+    def comparisons(self) -> list[tuple[int, dict[str, Any]]]:
+        """The records with the numbers of a comparison of copies, each with how many steps were made before it."""
+        compared = [record for record in self.records if record.get("replicas/differ") is not None]
+        return [(record.get("replicas/steps", record["step"] + 1), record) for record in compared]
+
     def _apart(self, at: int, line: dict[str, Any], steps: int) -> dict[str, Any]:
         record: dict[str, Any] = {}
         for key, value in line.items():

@@ -33,7 +33,7 @@ from disthooks.report.log import Run
 
 _WINDOW = 64  # see [Note: what jumped]
 BLOCK = 4  # steps that are compared with the same usual value; the window and the warm-up are multiples of it
-_WARM_UP = 12
+WARM_UP = 12
 _LEAST = 0.02  # a deviation in decades counts as at least this much
 _TINY = 1e-45
 
@@ -73,6 +73,8 @@ SIGNALS: tuple[tuple[Signal, ...], ...] = (
     ),
     (Signal("param", "update_ratio", "update_norm/lead_rank", 0.6, 8.0),),
     (Signal("", "grad_norm/max_rank", "grad_norm/argmax_rank", 1.2, 10.0), Signal("", "grad_norm", "", 1.2, 10.0)),
+    # The largest norm of the steps since the record before: it has a step of its own.
+    (Signal("", "grad_norm/peak", "grad_norm/peak_rank", 1.0, 10.0),),
 )
 
 
@@ -86,6 +88,8 @@ class Event(NamedTuple):
         value: the number.
         usual: the median of the steps before.
         rank: the rank that has it, if it is known.
+        first: the first step in which that can have begun.
+        step: the step of the number.
     """
 
     at: int
@@ -94,6 +98,8 @@ class Event(NamedTuple):
     value: float
     usual: float
     rank: int | None
+    first: int
+    step: int
 
     @property
     def factor(self) -> float:
@@ -133,7 +139,7 @@ class Scores:
             torch.stack([(sign * part.nan_to_num(sign * math.inf)).amin(0) for part in torch.split(self._logs, BLOCK)])
             for sign in (1.0, -1.0)
         )
-        for at in range(_WARM_UP // BLOCK, len(lowest)):
+        for at in range(WARM_UP // BLOCK, len(lowest)):
             if not bool((-highest[at] - lowest[max(0, at - _WINDOW // BLOCK) : at].amin(0) > limit).any()):
                 continue
             begin = at * BLOCK
@@ -150,7 +156,7 @@ class Scores:
         """How many decades the numbers of the block that begins with this step are above the usual value."""
         if begin not in self._distance:
             window, block = self._logs[max(0, begin - _WINDOW) : begin], self._logs[begin : begin + BLOCK]
-            is_known = window.isfinite().sum(0) >= _WARM_UP
+            is_known = window.isfinite().sum(0) >= WARM_UP
             usual = window.nanmedian(0).values if begin else block[0]
             self._usual[begin] = torch.where(is_known, usual, math.nan)
             distance = block - self._usual[begin]
@@ -171,7 +177,7 @@ class Scores:
             block = self.distance(begin)[:, columns]
         else:
             window, block = (self._logs[a:b, columns] for a, b in ((first, begin), (begin, begin + BLOCK)))
-        is_known, median = window.isfinite().sum(0) >= _WARM_UP, window.nanmedian(0).values
+        is_known, median = window.isfinite().sum(0) >= WARM_UP, window.nanmedian(0).values
         deviation = 1.4826 * (window - median).abs().nanmedian(0).values
         return torch.where(is_known, block - median, math.nan) / deviation.clamp(min=_LEAST)
 
@@ -217,28 +223,38 @@ def _of_signal(run: Run, signal: Signal) -> Iterator[Event]:
     is_grad = signal.of == "param" and signal.name.startswith("grad")
     others = others_of(run, "loss") if signal.name == "loss/max_rank" else None
     found = Scores(values if others is None else values / others, run.order["param"] if is_grad else ())
+    peaks = run.labels(f"{signal.name}_step") if signal.name.endswith("/peak") else None
     has_ranks = bool(signal.rank) and (run.ranks or 2) > 1
     ranks = values_of(run, signal.of, signal.rank) if has_ranks else None
     for at, place, usual in found.jumps(signal.limit, signal.deviations):
         rank = math.nan if ranks is None else float(ranks[at, place])
         known = int(rank) if math.isfinite(rank) else None
         where = place if signal.of else -1
-        yield Event(at, signal, where, float(values[at, place]), usual if others is None else float(others[at]), known)
+        first, step = (begun(run, values, at), run.steps[at]) if peaks is None else (peaks[at], peaks[at])
+        usual = usual if others is None else float(others[at])
+        yield Event(at, signal, where, float(values[at, place]), usual, known, first, step)
 
 
-def others_of(run: Run, name: str, place: int | None = None) -> torch.Tensor:
-    """The mean over the ranks that do not have the largest number: float64, of shape (steps, 1).
+def begun(run: Run, values: torch.Tensor, at: int) -> int:
+    """The first step in which what record ``at`` shows can have begun: the one after the last number before."""
+    known = (~values[:at].isnan()).any(1).nonzero()
+    return run.steps[int(known[-1])] + 1 if len(known) else run.steps[at]
+
+
+def others_of(run: Run, name: str, place: int | None = None, of: str = "param") -> torch.Tensor:
+    """The mean over the ranks that do not have the largest number: float64, of shape (steps, 1); NaN if not known.
 
     Args:
         run: the run.
         name: a statistic with a largest number and a mean over the ranks.
-        place: of the parameter; None for a number of the step.
+        place: of the parameter or module; None for a number of the step.
+        of: "param" or "module".
     """
-    of = "" if place is None else "param"
+    of = "" if place is None else of
     most, mean = values_of(run, of, f"{name}/max_rank"), values_of(run, of, f"{name}/mean_rank")
     mean = values_of(run, of, name) if mean is None else mean
-    assert most is not None
-    assert mean is not None
+    if most is None or mean is None:
+        return torch.full((len(run.records), 1), math.nan, dtype=torch.float64)
     at = 0 if place is None else place
     ranks = max(2, run.ranks or 2)
     others: torch.Tensor = ((mean[:, [at]] * ranks - most[:, [at]]) / (ranks - 1)).clamp(min=0.0)

@@ -1,7 +1,7 @@
 """``verdict``: sentences about a run, the most important first, and the words for its numbers."""
 
 # [Note: what stands out]
-# The first sentences say what went wrong, by culprits (culprit.py). A norm stands out too if it is ten times the
+# The first sentences say what went wrong, by the timeline (timeline.py). A norm stands out too if it is ten times the
 # median, and a rank if its norm is ten times that of the others in one step, or twice in half of the steps: batches of
 # a healthy run differ by less. What the log has no numbers of is named, so that nobody takes "nothing stands out" for
 # more than it is.
@@ -13,9 +13,12 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disthooks.report.log import Run, number
+
+if TYPE_CHECKING:
+    from disthooks.report.timeline import Timeline
 
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
@@ -24,15 +27,16 @@ _AS_SPIKE = "the step was skipped as a spike"
 _SECONDS = re.compile(r"_seconds(_per_step)?(/(max|mean)_rank)?$")
 
 
-def verdict(run: Run, culprits: Sequence[Any]) -> list[str]:
+def verdict(run: Run, found: Timeline) -> list[str]:
     """Sentences that say what went wrong, what the rules did, what saving cost, and what the log does not tell.
 
     See [Note: what stands out].
 
     Args:
         run: the run.
-        culprits: what :func:`~disthooks.report.culprit.culprits` found.
+        found: what :func:`~disthooks.report.timeline.timeline` found in it.
     """
+    culprits = found.culprits
     named = {culprit.step for culprit in culprits}
     spikes = [record["step"] for record in run.records if (record.get("spike") or 0.0) > 0]
     wrong = [culprit.text for culprit in culprits[:_FEW]]
@@ -40,16 +44,18 @@ def verdict(run: Run, culprits: Sequence[Any]) -> list[str]:
         wrong.append(f"{len(culprits) - _FEW} more things stand out; the last is at step {culprits[-1].step}.")
     wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
     if not wrong:
-        wrong = [_nothing(run)]
+        wrong = [nothing_said(run, found)]
     said = {step for step in spikes if any(f"Step {step}:" in text and "skipped" in text for text in wrong)}
     others = [step for step in spikes if step not in said]
-    return [*wrong, *_clipping_said(run, others), *_saving_said(run), *missing_said(run)]
+    return [*wrong, *_clipping_said(run, others), *_saving_said(run), *found.unseen]
 
 
-def _nothing(run: Run) -> str:
+def nothing_said(run: Run, found: Timeline) -> str:
+    """That nothing stands out, and in what."""
     many = len(run.records)
     steps = f"{many} logged steps, {run.steps[0]} to {run.steps[-1]}" if many > 1 else f"1 logged step, {run.steps[0]}"
-    return f"Nothing stands out in {steps}."
+    looked = f": {', '.join(found.looked_at)}" if found.looked_at else ""
+    return f"Nothing stands out in {steps}{looked}."
 
 
 def nonfinite_entries(run: Run) -> list[dict[str, Any]]:
@@ -178,7 +184,7 @@ def _clipping_said(run: Run, spikes: Sequence[int]) -> Iterator[str]:
             ratios = [ratio for ratio in run.column(name) if ratio is not None]
             clipped = [ratio for ratio in ratios if ratio < 1]
             label = f" ({name.partition('/')[2]})" if "/" in name else ""
-            factor = f"; the median factor was {statistics.median(clipped):.3g}" if clipped else ""
+            factor = f", by a median factor of {statistics.median(clipped):.3g}" if clipped else ""
             yield f"Gradients were clipped in {len(clipped)} of {len(ratios)} logged steps{label}{factor}."
     totals = [total for total in run.column("skipped_total") if total is not None]
     skipped = max(totals) if totals else sum(each or 0.0 for each in run.column("skipped"))
@@ -209,21 +215,6 @@ def _saving_said(run: Run) -> Iterator[str]:
         each = (run.ended - run.began) / made
         share = f", {waits / each:.1%} of the {seconds(each)} from step to step"
     yield f"{told}, on the first rank; forward and backward waited {seconds(waits)} a step for it{share}."
-
-
-def missing_said(run: Run) -> Iterator[str]:
-    """Which signals the log does not have."""
-    names = {name for record in run.records for name in record} | {name for _, name in run.columns}
-    several = (run.ranks or 2) > 1
-    signals = (
-        ("gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite)", {"nonfinite", "skipped"}, True),
-        ("which rank leads (Spread)", {"grad_norm/argmax_rank", "grad_norm/peak_rank"}, several),
-        ("whether the ranks still have the same model (check_replicas)", {"replicas/compared"}, several),
-        ("which layer moved first (stats.full())", {"activation_rms", "update_ratio"}, True),
-    )
-    missing = [what for what, needed, applies in signals if applies and not needed & names]
-    if missing:
-        yield f"The log does not tell {'; '.join(missing)}."
 
 
 def _times(value: float, median: float) -> str:

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from disthooks.report.culprit import culprits
 from disthooks.report.log import Run, number
 from disthooks.report.sentences import nonfinite_entries, value_of, verdict
+from disthooks.report.timeline import timeline
 
 _NOT_FIGURES = ("run", "restart", "optimizer")
 
@@ -28,7 +28,7 @@ def summary(run: Run) -> dict[str, Any]:
             found = _figures(kind, [value_of(record, name) for record in run.records], of)
             if found:
                 figures[kind][name] = found
-    wrong = culprits(run)
+    told = timeline(run)
     return {
         "run": run.name,
         "optimizer": run.optimizer,
@@ -47,8 +47,10 @@ def summary(run: Run) -> dict[str, Any]:
         "labels": figures["label"],
         "single": sum(table.names for table in run.columns.values()),
         "nonfinite": nonfinite_entries(run),
-        "culprits": [culprit.document() for culprit in wrong],
-        "verdict": verdict(run, wrong),
+        "culprits": [culprit.document() for culprit in told.culprits],
+        "looked_at": told.looked_at,
+        "unseen": told.unseen,
+        "verdict": verdict(run, told),
     }
 
 

@@ -68,7 +68,10 @@ class Watchers(Attachment):
         gradients.on_nonfinite(tell)
 
     def compare_every(self, every: int, model: nn.Module, optimizer: Any, engine: Engine | None = None) -> None:
-        """Compare the tensors that should be the same on several ranks, after each ``every`` steps; call it on all."""
+        """Compare the tensors that should be the same on several ranks, after each ``every`` steps; call it on all.
+
+        Before that it compares after 1, 2, 4, 8, ... steps: a run that is short, or was started again, is compared too.
+        """
         engine = engine or detect_engine(model)
         stepping = engine.inner_optimizer(optimizer)
         steps = differed = 0
@@ -77,7 +80,7 @@ class Watchers(Attachment):
         def compare() -> None:
             nonlocal steps, differed, gathered
             steps += 1
-            if steps % every or not every:
+            if steps % every and not (steps < every and steps.bit_count() == 1):
                 return
             try:
                 # It finds the engine anew: since attaching, parameters may have been added to the model, or replaced.

@@ -655,9 +655,9 @@ def said(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[str]:
     file = folder / "a.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
-    verdict: list[str] = found["verdict"]
-    missing = "which layer moved first (stats.full())"
-    return [text for text in verdict if text != f"The log does not tell {missing}."]
+    assert found["verdict"][-len(found["unseen"]) :] == found["unseen"]
+    verdict: list[str] = found["verdict"][: -len(found["unseen"])]
+    return verdict
 
 
 def culprits_of(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -674,7 +674,9 @@ def ranked(step: int, rank: int, most: float, mean: float) -> dict[str, Any]:
 
 def test_report_says_that_nothing_stands_out(tmp_path: pathlib.Path) -> None:
     records = [ranked(10 * i, i % 2, 1.1, 1.05) for i in range(6)]
-    assert said(tmp_path, records) == ["Nothing stands out in 6 logged steps, 0 to 50."]
+    assert said(tmp_path, records) == [
+        "Nothing stands out in 6 logged steps, 0 to 50: gradients that are not finite, gradients, copies of ranks."
+    ]
 
 
 def test_report_says_which_rank_leads_and_by_how_much(tmp_path: pathlib.Path) -> None:
@@ -750,8 +752,8 @@ def test_report_names_clipping_skipping_saving_and_replicas(tmp_path: pathlib.Pa
         "The ranks no longer have the same model, found after 40 steps: 1 of 7 tensors differ; a differs on rank 1."
     ]
     assert said(tmp_path, records) == [
-        "Step 39: a tensor differs from the copies on other ranks.",
-        "Gradients were clipped in 5 of 5 logged steps; the median factor was 0.25.",
+        "Steps 0 to 39: a tensor differs from the copies on other ranks.",
+        "Gradients were clipped in 5 of 5 logged steps, by a median factor of 0.25.",
         "2 steps were skipped.",
         "Saving moved 3.0 MiB of saved tensors a step out of the memory they were in, on the first rank; forward and "
         "backward waited 3 ms a step for it, 3.0% of the 100 ms from step to step.",
@@ -762,10 +764,10 @@ def test_report_says_between_which_comparisons_copies_began_to_differ(tmp_path: 
     differs = {"replicas/differ": 1, "replicas/compared": 7, "replicas/names": ["a.weight"], "replicas/ranks": [1]}
     records = [{"step": 5 * i, "replicas/differ": 0, "replicas/compared": 7} for i in range(4)]
     (culprit,) = culprits_of(tmp_path, [*records, {"step": 20, **differs}])
-    assert culprit["text"] == "Between steps 15 and 20: a.weight differs on rank 1 from the copies on other ranks."
+    assert culprit["text"] == "Steps 16 to 20 on rank 1: a.weight differs from the copies on other ranks."
     assert culprit["step"] == 20
     (culprit,) = culprits_of(tmp_path, [*records, {"step": 16, **differs}])
-    assert culprit["text"].startswith("Step 16: ")
+    assert culprit["text"].startswith("Step 16 on rank 1: ")
 
 
 @pytest.mark.parametrize("rules", [[], ["SkipNonFinite(max_consecutive=None)"]])
@@ -777,12 +779,38 @@ def test_report_names_a_rule_only_if_the_run_has_it_not(rules: list[str], tmp_pa
     assert ("SkipNonFinite leaves such steps out" in culprit["advice"]) == (not rules)
 
 
-def test_report_names_the_signals_that_are_missing(tmp_path: pathlib.Path) -> None:
-    assert said(tmp_path, [{"step": 0, "grad_norm": 1.0}, {"step": 10, "grad_norm": 20.0}])[-1] == (
-        "The log does not tell gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite); which rank "
-        "leads (Spread); whether the ranks still have the same model (check_replicas); which layer moved first "
-        "(stats.full())."
+def test_report_says_what_was_not_looked_at(tmp_path: pathlib.Path) -> None:
+    records: list[dict[str, Any]] = [{"step": 10 * i, "grad_norm": 1.0} for i in range(6)]
+    records[0]["about"] = {"every": 10, "ranks": 2}
+    few = "6 logged steps are too few to know which numbers are unusual: that takes more than 12."
+    between = (
+        "Every 10th step is logged: of the steps between them only what lasts is seen, steps that are not finite, and the "
+        "largest gradient norm."
     )
+    assert unseen(tmp_path, records) == [
+        "The log does not tell gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite); which rank "
+        "leads (Spread); whether the ranks still have the same model (check_replicas); which rank is slow (Times); which "
+        "layer moved first (stats.full()).",
+        few,
+        between,
+    ]
+    for record in records:
+        record |= {"nonfinite": 0, "grad_norm/argmax_rank": 0, "input_seconds/max_rank": 1.0, "update_ratio": 1.0}
+        record |= {"replicas/differ": 0, "replicas/compared": 4, "replicas/steps": 32}
+    assert unseen(tmp_path, records) == [few, between, "The copies of the ranks were compared last after step 31."]
+    records[-1]["replicas/steps"] = 51
+    assert unseen(tmp_path, records) == [few, between]
+    assert (
+        unseen(tmp_path, [{**record, "step": at, "about": {"ranks": 1}} for at, record in enumerate(3 * records)]) == []
+    )
+
+
+def unseen(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[str]:
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
+    told: list[str] = found["unseen"]
+    return told
 
 
 @pytest.mark.parametrize(

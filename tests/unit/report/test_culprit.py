@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import disthooks as dh
 from disthooks.cli.app import app
-from disthooks.report.culprit import Culprit, culprits
+from disthooks.report.culprit import Culprit
+from disthooks.report.timeline import timeline
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
 from tests.support.logs import log
@@ -45,7 +46,7 @@ def test_a_backward_that_went_wrong_in_a_step_in_which_all_gradients_are_large(t
             ((8 if step == 30 else 1) * loss).backward()
             optimizer.step()
     (run,) = read(file).runs
-    found = [(culprit.kind, culprit.step, culprit.where) for culprit in culprits(run)]
+    found = [(culprit.kind, culprit.step, culprit.where) for culprit in timeline(run).culprits]
     assert found == [("backward", 30, "2.0")]
 
 
@@ -53,8 +54,8 @@ def found_in(folder: pathlib.Path, records: list[dict[str, Any]]) -> list[Culpri
     file = folder / "a.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     (run,) = read(file).runs
-    found = culprits(run)
-    assert ("Nothing stands out" in verdict(run, found)[0]) == (not found)
+    found = timeline(run).culprits
+    assert ("Nothing stands out" in verdict(run, timeline(run))[0]) == (not found)
     return found
 
 
@@ -67,7 +68,10 @@ def test_a_loss_that_is_nan_stands_out(tmp_path: pathlib.Path) -> None:
         ("loss", 10, "", None),
         ("loss", 60, "", None),
     ]
-    assert [each.text for each in found] == ["Step 10: the loss became NaN.", "Step 60: the loss became infinite."]
+    assert [each.text for each in found] == [
+        "Steps 1 to 10: the loss became NaN.",
+        "Steps 51 to 60: the loss became infinite.",
+    ]
     assert "logarithm" in found[0].advice
 
 
@@ -114,7 +118,7 @@ def test_a_training_whose_loss_alone_is_nan(tmp_path: pathlib.Path) -> None:
             watch.note_loss(loss * (math.nan if step == 3 else 1.0))
             optimizer.step()
     (run,) = read(tmp_path / "a.jsonl").runs
-    (found,) = culprits(run)
+    (found,) = timeline(run).culprits
     assert found.text == "Step 3: the loss became NaN, and the gradients of this step were finite."
     for words in (["report"], ["watch", "--once"]):
         told = CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]]).stdout

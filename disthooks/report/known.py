@@ -1,0 +1,239 @@
+"""``known``: what went wrong in a run for certain: NaN, copies that differ, dead layers, slow ranks."""
+
+# [Note: which step it was]
+# A statistic of logged steps shows that something has begun since the record before. Steps that are not finite have
+# records of their own, whatever `every` is, if a rule or a statistic looks in each step; and a comparison of copies
+# shows that a copy changed since the comparison before.
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from disthooks.grads.stats.base import PHASES
+from disthooks.report.culprit import Culprit, made, module_of, whole
+from disthooks.report.episodes import of_jump, times
+from disthooks.report.log import Run
+from disthooks.report.moved import Event, begun, events, others_of, stops, values_of
+from disthooks.report.sentences import nonfinite_entry, nonfinite_words, seconds
+
+#: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
+_SLOW = ((1.0, 5), (0.3, 20))
+_BEGUN = 12  # records after which a learning rate is no longer warmed up from zero
+_RATE = 1.3
+#: For a slow rank, by the phase.
+_ADVICE = {
+    "input": "Look at this rank's data loader: workers, storage, the CPU cores that it may use.",
+    "forward": "Look at this rank's device: clock, temperature, another process on it.",
+    "backward": "Look at this rank's device: clock, temperature, another process on it.",
+}
+_ROWS = 3  # rows of steps that are not finite, each of which is one thing
+
+
+def known(run: Run) -> list[Culprit]:
+    """What went wrong in ``run`` for certain, in the order of steps."""
+    found = [*_nonfinite(run), *_replicas(run), *_dead(run), *_rates(run), *_slow(run)]
+    return sorted(found, key=lambda culprit: culprit.step)
+
+
+# -- numbers that are not finite
+
+
+def _nonfinite(run: Run) -> Iterator[Culprit]:
+    """The first step of each row of steps that were not finite, at most three; the same of the loss alone."""
+    outputs = values_of(run, "module", "activation_nonfinite")
+    was_bad = was_lost = False
+    found = lost = 0
+    for at, record in enumerate(run.records):
+        bad = outputs is not None and bool((outputs[at] > 0).any())
+        count, norm = record.get("nonfinite"), record.get("grad_norm")
+        is_bad = bad or (count or 0) > 0 or bool(record.get("nonfinite_at"))
+        is_bad = is_bad or (count is None and norm is not None and not math.isfinite(norm))
+        if is_bad and not was_bad and "nonfinite_since" not in record and found < _ROWS:
+            found += 1
+            yield _of_nonfinite(run, at, record, outputs)
+        loss = record.get("loss")
+        is_lost = was_lost if loss is None else not math.isfinite(loss)
+        if is_lost and not (was_lost or is_bad or was_bad) and lost < _ROWS:
+            lost += 1
+            yield _of_loss(run, at, record)
+        was_bad, was_lost = is_bad, is_lost
+
+
+def _of_loss(run: Run, at: int, record: dict[str, Any]) -> Culprit:
+    """A loss that is not finite, where nothing says so of gradients and outputs."""
+    jumped = _jumped(run, at)
+    if jumped:
+        return _overflowed(run, jumped, "the loss", [])
+    became = "NaN" if math.isnan(record["loss"]) else "infinite"
+    largest = record.get("loss/max_rank")
+    rank = None if largest is None or math.isfinite(largest) else record.get("loss/argmax_rank")
+    is_known = record.get("nonfinite") == 0 or record.get("grad_norm") is not None
+    finite = ", and the gradients of this step were finite" if is_known else ""
+    values = values_of(run, "", "loss")
+    assert values is not None
+    return made("loss", (begun(run, values, at), run.steps[at]), "", rank, f"the loss became {became}{finite}")
+
+
+def _jumped(run: Run, at: int) -> list[Event]:
+    return [event for event in events(run) if event.at == at and event.signal.of == "module"]
+
+
+def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tensor | None) -> Culprit:
+    evidence = [f"blame found: {text}" for text in record.get("blame", ())]
+    entry = nonfinite_entry(record)
+    if entry is not None:
+        evidence.insert(0, nonfinite_words(entry)[:1].upper() + nonfinite_words(entry)[1:] + ".")
+    jumped = _jumped(run, at)
+    steps = _steps_of_nonfinite(run, at)
+    if outputs is not None and (outputs[at] > 0).any():
+        order = run.order["module"]
+        place = next(place for place in order if outputs[at, place] > 0)
+        name = run.names["module"][place]
+        rank = whole(values_of(run, "module", "activation_rms/argmax_rank"), at, place)
+        if jumped and order.index(jumped[0].place) < order.index(place):  # it overflowed further on
+            return _overflowed(run, jumped, f"the output of {name}", evidence)
+        count = float(outputs[at, place])
+        some = f"{count:,.0f} elements" if count > 1 else "an element"
+        return made("nonfinite", steps, name, rank, f"{some} of the output of {name} became infinite or NaN", evidence)
+    if jumped:
+        return _overflowed(run, jumped, "gradients", evidence)
+    ranks: list[int] = record.get("nonfinite_ranks", [])
+    first: dict[str, Any] = next(iter(record.get("nonfinite_at", ())), {})
+    rank = ranks[0] if len(ranks) == 1 else first.get("rank")
+    name = first.get("param", "")
+    if record.get("nonfinite_params", 2) > 1 and first.get("before"):  # backward goes from the last one to the first
+        name = module_of(first["before"])
+    words = nonfinite_words(entry) if entry is not None else "the gradient norm was not finite"
+    return made("nonfinite", steps, name, rank, words, evidence[1:])
+
+
+def _steps_of_nonfinite(run: Run, at: int) -> tuple[int, int]:
+    """See [Note: which step it was]."""
+    step = run.steps[at]
+    if not at or any(name in run.records[at] for name in ("nonfinite", "nonfinite_steps", "skipped")):
+        return step, step
+    return run.steps[at - 1] + 1, step
+
+
+def _overflowed(run: Run, jumped: Sequence[Event], what: str, evidence: list[str]) -> Culprit:
+    """An output jumped in the step in which something else became infinite or NaN: that came of it."""
+    jump = of_jump(run, jumped)
+    return made(
+        "forward",
+        (jump.first, jump.step),
+        jump.where,
+        jump.rank,
+        f"{jump.what}; {what} then became infinite or NaN",
+        evidence,
+    )
+
+
+# -- copies
+
+
+def _replicas(run: Run) -> Iterator[Culprit]:
+    """The first comparison that found copies that differ."""
+    compared = run.comparisons()
+    place = next((place for place, (_, record) in enumerate(compared) if record["replicas/differ"]), None)
+    if place is None:
+        return
+    after, record = compared[place]
+    before = compared[place - 1][0] if place else 0
+    steps = (min(before, after - 1), after - 1)
+    names, ranks = record.get("replicas/names", []), record.get("replicas/ranks", [])
+    rank = ranks[0] if len(ranks) == 1 else None
+    said = "".join(f"; {text}" for text in record.get("replicas/at", ()))
+    count = f"{record['replicas/differ']:.0f} of {record.get('replicas/compared') or 0:.0f} tensors"
+    evidence = [f"The ranks no longer have the same model, found after {after} steps: {count} differ{said}."]
+    if not place and len({name.partition(": ")[0] for name in names}) > 1:
+        what = f"{count} differ at the first comparison, after {after} step{'s' if after > 1 else ''}: other weights"
+        yield made("weights", steps, "", _leaver(ranks, rank), what, evidence)
+        return
+    where, _, state = names[0].partition(": ") if names else ("", "", "")
+    state = f", the optimizer's {state}," if state else ""
+    yield made(
+        "replicas", steps, where, rank, f"{where or 'a tensor'}{state} differs from the copies on other ranks", evidence
+    )
+
+
+def _leaver(ranks: Sequence[Any], rank: int | None) -> int | None:
+    """Of two ranks that began with other weights, the one that is not the first: the first one writes checkpoints."""
+    return ranks[1] if rank is None and len(ranks) == 2 else rank
+
+
+# -- layers, learning rates, times
+
+
+def _dead(run: Run) -> Iterator[Culprit]:
+    """The first layer whose outputs, or whose gradients, became all zero."""
+    gone = []
+    for statistic in ("activation_rms", "activation_zeros"):
+        values = values_of(run, "module", statistic)
+        if values is not None:
+            found = stops(1.0 - values if statistic == "activation_zeros" else values)
+            gone += [(at, place, begun(run, values, at)) for at, place in found]
+    order = run.order["module"]
+    for at, place, first in sorted(gone, key=lambda found: (found[0], order.index(found[1])))[:1]:
+        name = run.names["module"][place]
+        what = f"all outputs of {name} became zero, and stay so: the layer is dead"
+        yield made("dead", (first, run.steps[at]), name, None, what)
+        return
+    norms = values_of(run, "param", "grad_norm")
+    if norms is not None:
+        for at, place in stops(norms)[:1]:
+            name = run.names["param"][place]
+            steps = (begun(run, norms, at), run.steps[at])
+            yield made("dead", steps, module_of(name), None, f"the gradient of {name} became zero, and stays so")
+
+
+def _rates(run: Run) -> Iterator[Culprit]:
+    """Jumps of the learning rate that made the updates larger."""
+    rates, updates = run.column("lr"), values_of(run, "param", "update_ratio")
+    if updates is None:
+        return
+    for at in range(_BEGUN, len(rates)):
+        now, before = rates[at], rates[at - 1]
+        if not now or not before or not 0 < _RATE * before <= now:
+            continue
+        grown = float((updates[at] / updates[at - 1]).nanmedian())
+        if grown > (now / before) ** 0.5:
+            what = (
+                f"the learning rate jumped from {before:.3g} to {now:.3g}, and the updates of the parameters to "
+                f"{times(grown)} those of the logged step before"
+            )
+            yield made("learning rate", (run.steps[at - 1] + 1, run.steps[at]), "", None, what)
+
+
+def _slow(run: Run) -> Iterator[Culprit]:
+    """The first rank that took much longer than the others for several records in a row, in one phase."""
+    if (run.ranks or 1) < 2:
+        return
+    others = {phase: others_of(run, f"{phase}_seconds")[:, 0] for phase in PHASES}
+    step = torch.stack(list(others.values())).sum(0)  # the step of a rank that is not slow
+    for phase, (share, many) in itertools.product(PHASES, _SLOW):
+        most = values_of(run, "", f"{phase}_seconds/max_rank")
+        if most is None:
+            continue
+        is_slow = (most[:, 0] - others[phase] > share * step).tolist()
+        who = [
+            rank if far else None for rank, far in zip(run.labels(f"{phase}_seconds/argmax_rank"), is_slow, strict=True)
+        ]
+        for rank, group in itertools.groupby(range(len(who)), key=who.__getitem__):
+            places = list(group)
+            if isinstance(rank, int) and len(places) >= many:
+                takes, rest = (statistics.median(column[places].tolist()) for column in (most[:, 0], others[phase]))
+                what = (
+                    f"its {phase} takes {seconds(takes)}, that of the other ranks {seconds(rest)}, for {len(places)} "
+                    "logged steps: the rank is slow"
+                )
+                steps = (begun(run, most, places[0]), run.steps[places[0]])
+                found = made("slow", steps, phase, rank, what)
+                yield replace(found, advice=_ADVICE[phase])
+                return

@@ -1,0 +1,142 @@
+"""``timeline``: what went wrong in a run, each cause with what came of it, and what the log cannot show.
+
+The terminal, ``--json``, the page and ``disthooks watch`` say what is in this one list.
+"""
+
+# [Note: cause and consequence]
+# What is known for certain (known.py) and the jumps (episodes.py) are events with a range of steps in which they can
+# have begun. Of events that belong together the earliest is the cause, and the others are told as its consequences:
+#
+# - a jump that begins with something certain, or in the records after it, came of it. Copies that differ and other
+#   weights explain all jumps after them;
+# - numbers that become infinite or NaN, and layers that die, while a jump lasts came of the jump;
+# - if copies differ, one changed between two comparisons. An output of its module or an update of the parameter that
+#   jumped between them tells in which step, and on which of two ranks;
+# - a slow rank and a learning rate are things by themselves.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from disthooks.report.culprit import Culprit, module_of, whole
+from disthooks.report.episodes import cause_of, episodes, rank_of, times
+from disthooks.report.known import known
+from disthooks.report.log import Run
+from disthooks.report.moved import Event, events, values_of
+from disthooks.report.sentences import spike_said
+from disthooks.report.unseen import looked_at, unseen
+
+_CERTAIN = ("nonfinite", "loss", "replicas", "weights", "dead", "learning rate")
+_CONSEQUENCES = ("nonfinite", "loss", "dead")
+_AFTERWARDS = 32  # for how many records what is certain explains jumps that follow
+# A rule that would have helped; it is named if the run has no such rule.
+_RULE = {
+    "nonfinite": ("SkipNonFinite", "SkipNonFinite leaves such steps out."),
+    "batch": ("ClipNorm", "ClipNorm bounds what such a batch does."),
+}
+
+
+class Timeline(NamedTuple):
+    """What a log tells of a run.
+
+    Attributes:
+        culprits: what went wrong, in the order of steps.
+        looked_at: what the log has numbers of, in words.
+        unseen: sentences about what it cannot show.
+    """
+
+    culprits: list[Culprit]
+    looked_at: list[str]
+    unseen: list[str]
+
+
+@functools.lru_cache(maxsize=2)
+def timeline(run: Run) -> Timeline:
+    """What went wrong in ``run``, and what its log cannot show. See [Note: cause and consequence]."""
+    found = [_placed(run, culprit) if culprit.kind == "replicas" else culprit for culprit in known(run)]
+    records = {step: at for at, step in enumerate(run.steps)}
+    for episode in episodes(events(run)):
+        if any(_explains(culprit, records, episode) for culprit in found):
+            continue
+        cause = cause_of(run, episode)
+        for culprit in [each for each in found if _comes_of(each, records, episode)]:
+            found.remove(culprit)
+            cause = replace(cause, evidence=[*cause.evidence, f"Then: {culprit.text}"])
+        found.append(cause)
+    has = str(run.about.get("rules"))
+    found = [_finished(run, culprit, has) for culprit in found]
+    return Timeline(sorted(found, key=lambda culprit: culprit.step), list(looked_at(run)), list(unseen(run)))
+
+
+def _explains(culprit: Culprit, records: dict[int, int], episode: Sequence[Event]) -> bool:
+    """Whether what is known for certain explains the jumps of an episode."""
+    begin = episode[0]
+    if culprit.kind in ("replicas", "weights"):
+        return culprit.step <= begin.step
+    at = records.get(culprit.step, 0)
+    if culprit.kind == "forward":
+        return at == begin.at  # an output that overflowed is the jump itself
+    return culprit.kind in _CERTAIN and at <= begin.at <= at + _AFTERWARDS
+
+
+def _comes_of(culprit: Culprit, records: dict[int, int], episode: Sequence[Event]) -> bool:
+    """Whether something certain came of the jumps of an episode, which began before."""
+    at = records.get(culprit.step, 0)
+    return culprit.kind in _CONSEQUENCES and episode[0].at < at <= episode[-1].at + 1
+
+
+def _finished(run: Run, culprit: Culprit, rules: str) -> Culprit:
+    """The culprit with what rules did about it, and with the rule that would have helped."""
+    if culprit.kind in _RULE and _RULE[culprit.kind][0] not in rules:
+        culprit = replace(culprit, advice=f"{culprit.advice} {_RULE[culprit.kind][1]}")
+    if "skipped" not in culprit.what:
+        culprit = replace(culprit, what=f"{culprit.what}{spike_said(run, culprit.step)}")
+    return culprit
+
+
+# -- copies that differ: in which step, and on which rank
+
+
+def _placed(run: Run, culprit: Culprit) -> Culprit:
+    """Copies that differ, with the jump that tells the step and the rank. See [Note: cause and consequence]."""
+    jump = next((event for event in events(run) if _is_of(run, event, culprit)), None)
+    if jump is None:
+        return replace(culprit, rank=_other_copy(run, culprit) if culprit.rank is None else culprit.rank)
+    kind = "output" if jump.signal.of == "module" else "update"
+    name = run.names[jump.signal.of][jump.place]
+    found = f"the comparison after step {culprit.step}" if jump.step < culprit.step else "the comparison after it"
+    what = f"the {kind} of {name} jumped to {times(jump.factor)} its usual size, and {found} showed that {culprit.what}"
+    rank = rank_of(run, jump) if culprit.rank is None else culprit.rank
+    return replace(culprit, first=jump.first, step=jump.step, rank=rank, what=what)
+
+
+def _is_of(run: Run, event: Event, culprit: Culprit) -> bool:
+    """Whether a jump came with the change of a copy: of its module's output or one behind, or of its update."""
+    if not culprit.first <= event.step <= culprit.step or culprit.rank not in (None, event.rank):
+        return False
+    if event.signal.of == "module":
+        names = run.names["module"]
+        order = [names[place] for place in run.order["module"]]
+        module = module_of(culprit.where)
+        return module in order and order.index(names[event.place]) >= order.index(module)
+    return event.signal.name.startswith("update") and run.names["param"][event.place] == culprit.where
+
+
+def _other_copy(run: Run, culprit: Culprit) -> int | None:
+    """Which of two copies went wrong; None if nothing tells it.
+
+    Of two copies one is measured, and no update of it jumped. If the momentum differs, the update of the wrong copy has
+    jumped, so it is the other one.
+    """
+    record = next(record for record in run.records if record.get("replicas/differ"))
+    names, ranks = record.get("replicas/names", []), record.get("replicas/ranks", [])
+    leads = values_of(run, "param", "update_norm/lead_rank")
+    has_momentum = any(name.partition(": ")[2] in ("exp_avg", "momentum_buffer") for name in names)
+    if len(ranks) != 2 or not has_momentum or leads is None or culprit.where not in run.names["param"]:
+        return None
+    owner = whole(leads, run.records.index(record), run.names["param"].index(culprit.where))
+    was_measured = culprit.step in run.steps
+    return next(rank for rank in ranks if rank != owner) if owner in ranks and was_measured else None
