@@ -1,7 +1,7 @@
 """``compare_logs``: the first module, rank and step in which two runs do not compute the same bits."""
 
 # [Note: where a difference begins]
-# Within a step forward comes first, module by module in the order of the calls, then the ranks' own gradients from the
+# The weights before the first update come first. Within a step forward comes first, module by module in the order of the calls, then the ranks' own gradients from the
 # last parameter to the first, then the final gradients, then the parameters after the update. The first of these that
 # is not the same in both runs is where the difference begins. If it is a module and its input is the same, the module
 # makes the difference; if its input differs too, code between the modules does, or the batch.
@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
     Attributes:
         step: the step.
-        what: "input", "output", "own", "grad" or "update".
+        what: "start", "input", "output", "own", "grad" or "update".
         where: the module or the parameter.
         rank: the rank, if one rank alone differs; None if several do, or it is not known.
         has_same_input: whether the input of the module is the same; None if it is no module.
@@ -63,6 +63,7 @@ class Comparison(NamedTuple):
 
 
 _WHAT = {
+    "start": "{where} at the start",
     "input": "the input of {where}",
     "output": "the output of {where}",
     "own": "the gradient of {where} before its reduction",
@@ -156,7 +157,7 @@ def compare(one: Run, other: Run) -> Comparison:
 _ALONE = ("{} only in the first", "{} only in the second")
 _OF_BATCH = "fingerprints that depend on the batch of a rank"
 #: In the order of [Note: where a difference begins].
-_KINDS = (("module", "input"), ("module", "output"), ("param", "own"), ("param", "grad"), ("param", "update"))
+_KINDS = (("param", "start"), ("module", "input"), ("module", "output"), ("param", "own"), ("param", "grad"), ("param", "update"))
 _OF_RANKS = ("input", "output", "own")  # they depend on the batch of a rank
 _Found = tuple[str, str, str, str, str]
 
@@ -183,7 +184,11 @@ def _prints(run: Run, at: int, of: str, kind: str) -> dict[str, str]:
 def _first(run: Run, step: int, found: Sequence[_Found]) -> Difference:
     counts = {kind: sum(each[1] == kind for each in found) for _, kind in _KINDS}
     modules = [each for each in found if each[0] == "module"]
-    if modules:
+    starts = [each for each in found if each[1] == "start"]
+    if starts:
+        _, kind, name, mine, theirs = starts[-1]  # the first in the order of the model
+        has_same_input = None
+    elif modules:
         names = run.names["module"]
         when = {names[place]: at for at, place in enumerate(run.order["module"])}
         # Of one module the input comes first.
@@ -238,7 +243,9 @@ def sentences(found: Comparison) -> list[str]:
         return [f"{what} the same bit for bit: {prints} of {many}.", *found.notes]
     on = "" if first.rank is None else f" on rank {first.rank}"
     told = [f"Step {first.step}{on}: {_WHAT[first.what].format(where=first.where)} differs."]
-    if first.has_same_input:
+    if first.what == "start":
+        told[0] = f"{first.where} differs at the start: the runs began with other weights."
+    elif first.has_same_input:
         told[0] = told[0].removesuffix(".") + ", and its input is the same: the difference begins in this module."
     elif first.what == "input":
         told[0] = told[0].removesuffix(".") + ": the difference begins in the code before this module, or in the batch."
@@ -248,6 +255,7 @@ def sentences(found: Comparison) -> list[str]:
     if before:
         told.append(f"{len(before)} compared steps before it are the same, {before[0]} to {before[-1]}.")
     names = {
+        "start": "parameters at the start",
         "input": "inputs",
         "output": "outputs",
         "own": "own gradients",

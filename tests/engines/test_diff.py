@@ -30,7 +30,10 @@ def _logged(rank: int, engine: str, file: str, flip: tuple[str, int] | None = No
         return grad * (1 + 1e-15) if seen[0] == 1 else grad
 
     seen = [0]
-    if flip is not None and flip[1] == rank:
+    if flip is not None and flip[0] == "start":
+        with torch.no_grad():
+            inner.mid[1].weight.mul_(1 + 1e-15)
+    elif flip is not None and flip[1] == rank:
         if flip[0] == "output":
             inner.mid[1].register_forward_hook(on_output)
         else:
@@ -64,7 +67,21 @@ def test_an_engine_is_the_same_as_ddp(ranks: Ranks, engine: str, tmp_path: pathl
     assert found["same"], found
     assert found["whole"], found
     assert found["steps"] == [0, 1, 2]
-    assert found["compared"] == 3 * (2 * 5 + 3 * 8)  # modules with input and output, and parameters
+    assert found["compared"] == 8 + 3 * (2 * 5 + 3 * 8)  # parameters at the start, modules with input and output, parameters
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+def test_other_weights_from_the_start_are_told_from_other_code(
+    ranks: Ranks, engine: str, tmp_path: pathlib.Path
+) -> None:
+    files = [tmp_path / f"{name}.jsonl" for name in ("as it is", "start")]
+    ranks(_logged, engine, str(files[0]))
+    ranks(_logged, engine, str(files[1]), ("start", 0))
+    found = differ(*files)
+    assert (found["first"]["step"], found["first"]["what"], found["first"]["where"]) == (0, "start", "mid.1.weight")
+    assert found["sentences"][0] == "mid.1.weight differs at the start: the runs began with other weights."
+    assert found["first"]["counts"]["start"] == 1
 
 
 @pytest.mark.dist
@@ -115,7 +132,7 @@ def test_it_says_so_and_the_exit_code_tells_scripts(tmp_path: pathlib.Path) -> N
     _logged(0, "plain", str(one))
     _logged(0, "plain", str(other), ("output", 0))
     same = CliRunner().invoke(app, ["diff", str(one), str(one), "--exit-code"])
-    assert (same.exit_code, same.stdout.splitlines()[0][:39]) == (0, "The runs are the same bit for bit: 102 ")
+    assert (same.exit_code, same.stdout.splitlines()[0][:39]) == (0, "The runs are the same bit for bit: 110 ")
     found = CliRunner().invoke(app, ["diff", str(one), str(other), "--exit-code"])
     assert found.exit_code == 1
     begins = "and its input is the same: the difference begins in this module."

@@ -143,6 +143,20 @@ class GradientPrints(Measure):
 
 
 @dataclass(frozen=True)
+class StartPrints(Measure):
+    """For each parameter before the first update its fingerprint: other code, or other weights from the start?"""
+
+    merge: ClassVar[Merge] = "sum"
+
+    def width(self, shard: Shard | None) -> int:
+        return _PARTS
+
+    def local(self, local: Local) -> torch.Tensor:
+        counted = [shard.values().detach() if shard.is_owner and not local.step else None for shard in local.shards]
+        return _parts(_sums(counted, local.shards, local.device)).flatten()
+
+
+@dataclass(frozen=True)
 class ParameterPrints(Measure):
     """For each parameter after the update its fingerprint, and the three sums of those of the ranks' own copies."""
 
@@ -170,7 +184,7 @@ class Fingerprints(Stat):
     Two runs whose fingerprints are the same computed the same bits. Of each module the log gets ``fingerprint/input``
     and ``fingerprint/output``; of each parameter ``fingerprint/own`` (the ranks' own gradients before any reduction),
     ``fingerprint/grad`` (the final gradient before any rule) and ``fingerprint/update`` (the parameter after the
-    update): texts of hexadecimal digits. They are merged in the SUM that the step makes anyway, and still tell the rank
+    update), and in step 0 ``fingerprint/start`` (the parameter before it): texts of hexadecimal digits. They are merged in the SUM that the step makes anyway, and still tell the rank
     if one rank alone differs.
 
     Args:
@@ -209,10 +223,10 @@ class Fingerprints(Stat):
         return ForwardNeeds(modules=tuple(self.modules), prints=self.every)  # type: ignore[arg-type]
 
     def measures(self) -> tuple[Measure, ...]:
-        return ModulePrints(), OwnPrints(), GradientPrints(self.every), ParameterPrints(self.every)
+        return ModulePrints(), OwnPrints(), GradientPrints(self.every), StartPrints(), ParameterPrints(self.every)
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        modules, own, grads, after = (found.rows[measure].tolist() for measure in self.measures())
+        modules, own, grads, start, after = (found.rows[measure].tolist() for measure in self.measures())
         if found.step % self.every:
             return {}
         half = 3 * _PARTS
@@ -220,7 +234,9 @@ class Fingerprints(Stat):
         for name, row in zip(found.modules, modules, strict=True):
             recorded[f"fingerprint/input/module/{name}"] = _text(row[:half])
             recorded[f"fingerprint/output/module/{name}"] = _text(row[half:])
-        for name, mine, final, then in zip(found.names, own, grads, after, strict=True):
+        for name, mine, final, before, then in zip(found.names, own, grads, start, after, strict=True):
+            if not found.step:
+                recorded[f"fingerprint/start/param/{name}"] = _text(before)
             recorded[f"fingerprint/own/param/{name}"] = _text(mine)
             recorded[f"fingerprint/grad/param/{name}"] = _text(final)
             recorded[f"fingerprint/update/param/{name}"] = _text(then)
