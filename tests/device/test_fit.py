@@ -146,6 +146,7 @@ HALVES = {"blocks.[0-5]": "64 MiB", "blocks.[6-9]": "32 MiB", "blocks.1?": "32 M
 SHARES = {"decoder": (0.5, 0.75, 1.0), "resnet": (0.9, 1.0), "u-net": (0.5, 0.75, 1.0), "branches": (0.6, 0.8, 1.0)}
 
 
+@pytest.mark.full_tier(case=("resnet", "u-net"))
 @pytest.mark.parametrize("case", CASES)
 def test_a_budget_is_kept_from_the_first_step_on_and_used(
     case: str, device: torch.device, free: dict[str, Run]
@@ -448,6 +449,7 @@ def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device
 MORE = {"wrapped": (1.0, 1.5, 2.0, 2.5, 4.0), "branches in checkpoints": (1.1, 3.0), "llama": (1.0, 1.5, 2.5, 4.0)}
 
 
+@pytest.mark.full_tier(case=("wrapped", "branches in checkpoints"))
 @pytest.mark.parametrize("case", CHECKPOINTED)
 def test_layers_are_checkpointed_no_more_than_the_budget_asks_for(
     case: str, device: torch.device, free: dict[str, Run]
@@ -514,7 +516,7 @@ def test_a_layer_without_hooks_keeps_its_checkpoint(device: torch.device, free: 
         assert (fitted.report().checkpoints, fitted.report().checkpoints_off) == (5, 5)
 
 
-@pytest.mark.full_tier(more=(1.2, 3.0))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("more", [1.2, 2.0, 3.0])
 def test_checkpoints_are_off_by_the_length_of_the_inputs(
     more: float, device: torch.device, free: dict[str, Run]

@@ -106,6 +106,7 @@ def test_a_device_that_is_full_moves_no_tensor_of_another(two: tuple[torch.devic
         tiers.drop(ticket)
 
 
+@pytest.mark.full_tier(kind=("cpu", "disk"))
 @pytest.mark.full_tier(lengths=((40, 40),))
 @pytest.mark.parametrize("kind", ["cpu", "disk", "both"])
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 13)], ids=["alike", "unlike"])
@@ -163,6 +164,7 @@ def test_each_device_has_a_tape_of_its_own(two: tuple[torch.device, torch.device
 
 
 @pytest.mark.full_tier(each=(1,))
+@pytest.mark.full_tier(kind=("disk",))
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 @pytest.mark.parametrize("each", [1, 2])
 def test_threads_on_two_devices(

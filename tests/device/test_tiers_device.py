@@ -63,6 +63,7 @@ def test_gradients_are_bit_identical(case: str, kind: str, tmp_path: pathlib.Pat
     assert nothing_left(tiers)
 
 
+@pytest.mark.full_tier(kind=("cpu", "disk"))
 @pytest.mark.parametrize("kind", ["cpu", "disk", "both"])
 def test_the_limit_holds_what_is_in_flight_too(kind: str, tmp_path: pathlib.Path, device: torch.device) -> None:
     """At every moment of the forward, and the device's own peak beside what the chain itself has there."""

@@ -123,7 +123,7 @@ def _both(
     return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed)
 
 
-@pytest.mark.full_tier(engine=("fsdp1", "zero2"))
+@pytest.mark.full_tier(engine=("fsdp1", "zero2", "zero3"))
 @pytest.mark.first_tier(engine=("fsdp2",))
 @pytest.mark.parametrize(
     "engine", ["ddp", "fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs("deepspeed")) for stage in (2, 3))]
@@ -132,6 +132,7 @@ def test_each_rank_keeps_its_budget(engine: str, ranks: Ranks, tmp_path: pathlib
     _assert_kept(ranks(_both, engine, str(tmp_path)))
 
 
+@pytest.mark.full_tier
 def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
     _assert_kept(four(_both, "fsdp2", str(tmp_path)))
 

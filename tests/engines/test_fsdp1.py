@@ -51,6 +51,7 @@ def _plain(rank: int, strategy: str, orig: bool, how: str, folder: str) -> dict:
     return prove(Tiny, engine, trainer(rank, accumulate=True), how, folder)
 
 
+@pytest.mark.full_tier(how=("after", "wrappers"))
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,6 +76,7 @@ def _half() -> nn.Module:
     return Tiny().bfloat16()
 
 
+@pytest.mark.full_tier(how=("after", "wrappers"))
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
 @pytest.mark.parametrize("name", ["mixed", "autocast", "prefetch"])
@@ -88,6 +90,7 @@ def _alive(rank: int, strategy: str, orig: bool, how: str, folder: str) -> list[
     return alive_with_and_without(Tiny, functools.partial(_fsdp, strategy=strategy, orig=orig), how, line, rank)
 
 
+@pytest.mark.full_tier(how=("after", "wrappers"))
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
 def test_gathered_weights_are_freed_after_forward(ranks: Ranks, orig: bool, how: str, tmp_path: pathlib.Path) -> None:

@@ -91,6 +91,7 @@ def _compare(rank: int, engine: str, how: str, folder: str, accumulate: bool) ->
     return results
 
 
+@pytest.mark.full_tier(engine=("ddp static", "fsdp2 keep", "fsdp2 mixed"), how=("after", "wrappers"))
 @pytest.mark.first_tier(engine=("ddp", "fsdp2"), how=("before", "after"))
 @pytest.mark.parametrize("how", ["before", "after", "wrappers"])
 @pytest.mark.parametrize("engine", ["ddp", "ddp static", "fsdp2", "fsdp2 keep", "fsdp2 mixed"])

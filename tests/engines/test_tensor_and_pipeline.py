@@ -201,6 +201,7 @@ def test_the_local_part_of_an_activation_is_stored(ranks: Ranks, engine: Any, tm
         assert stored > 1_000_000 > 10 * kept
 
 
+@pytest.mark.full_tier(how=("before", "wrappers"))
 @pytest.mark.parametrize("how", HOWS)
 def test_tensor_parallel_and_sharded(how: str, tmp_path: pathlib.Path) -> None:
     assert FOUR(_tensor, _tensor_and_data_parallel, how, str(tmp_path)) == [GOOD] * 4

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 FULL = pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set")
 
 
-@pytest.mark.full_tier(name=("ddp", "fsdp1", "zero1", "zero2"))
+@pytest.mark.full_tier(name=("ddp", "fsdp1", "zero1", "zero2", "zero3"))
 @pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"])
 def test_accelerate_launch(tmp_path: pathlib.Path, name: str) -> None:
     pytest.importorskip("accelerate")
@@ -50,6 +50,7 @@ ITSELF = """    from disthooks.integrations.accelerate import prepare
 UNCHANGED = "-m disthooks.run --hooks launch/hooks.yaml"
 
 
+@pytest.mark.full_tier(how=("",), strict=(False,))
 @pytest.mark.parametrize(("how", "strict"), [(UNCHANGED, False), (UNCHANGED, True), ("", False)])
 def test_processes_that_accelerate_leaves_alone_are_told(tmp_path: pathlib.Path, how: str, strict: bool) -> None:
     """MULTI_GPU with ``use_cpu: true`` wraps nothing: each process would train by itself, and say that all is well."""

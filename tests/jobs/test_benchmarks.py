@@ -401,6 +401,7 @@ def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(tmp_path: pathl
         assert batch["ways"]["disthooks"]["moved_bytes"] == (batch["inputs_bytes"] if batch["rows"] > 1 else 0)
 
 
+@pytest.mark.full_tier
 @pytest.mark.dist
 def test_faults_in_training_are_named(tmp_path: pathlib.Path) -> None:
     """One of each kind on two ranks; which of two copies is wrong cannot always be told."""

@@ -201,6 +201,7 @@ def test_the_table_names_the_rank_and_the_parameter_of_a_gradient_that_is_not_fi
     assert dict(table._gradients({})) == {"gradients": "logged elsewhere, as --hooks says"}
 
 
+@pytest.mark.full_tier
 @pytest.mark.dist
 def test_the_same_from_a_file(tmp_path: pathlib.Path) -> None:
     log, hooks = tmp_path / "gradients.jsonl", tmp_path / "hooks.yaml"

@@ -75,6 +75,7 @@ def _run(folder: pathlib.Path, how: str, hooks: pathlib.Path | None = None) -> t
     return done.returncode, [list(map(json.loads, lines)) for lines in logs]
 
 
+@pytest.mark.full_tier
 def test_killed_ranks_go_on_with_what_they_had_learnt(tmp_path: pathlib.Path) -> None:
     _, plain = _run(tmp_path / "plain", "plain")
     begin, peak = (max(row[name] for rows in plain for row in rows) for name in ("begin", "peak"))

@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
 
 #: Tests that ask whether a frame is of the library: they use `tests.support.is_ours`.
 COUNTING = ("tests/laws/test_06_nothing_left_interrupted.py", "tests/engines/test_deepspeed.py")
 
 
+@pytest.mark.full_tier
 def test_frames_are_counted_in_a_folder_named_disthooks(tmp_path: pathlib.Path) -> None:
     deepspeed = importlib.util.find_spec("deepspeed")
     assert deepspeed is not None

@@ -76,6 +76,7 @@ def test_deepspeed_passes_the_exit_code_on(folder: pathlib.Path) -> None:
     assert left(folder) == []
 
 
+@pytest.mark.full_tier
 def test_accelerate_and_one_process(folder: pathlib.Path) -> None:
     elastic = folder / "error.json"
     done = job([*LAUNCH, "--num_processes", 1, "--cpu", FAILS, "raises"], folder, TORCHELASTIC_ERROR_FILE=str(elastic))
@@ -150,6 +151,7 @@ def test_an_error_in_a_section_is_told_in_the_users_file(
     assert f"disthooks: error: {file}" in capsys.readouterr().err
 
 
+@pytest.mark.full_tier(command=([*LAUNCH, *TWO], [*LAUNCH, "--cpu"]))
 @pytest.mark.parametrize("command", [[*LAUNCH, *TWO], [*LAUNCH, "--cpu"], RUN])
 def test_a_missing_script_is_said_before_a_missing_configuration(command: list[object], tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").touch()

@@ -25,6 +25,7 @@ def test_a_script_as_it_is(tmp_path: pathlib.Path) -> None:
         assert "checkpoint.pt has all 6 steps already" in again
 
 
+@pytest.mark.full_tier
 def test_hooks_are_attached_and_a_killed_rank_comes_back(tmp_path: pathlib.Path) -> None:
     """Rank 1 is killed (SIGKILL) in its third step; the second life goes on from the checkpoint."""
     with folder(tmp_path) as made:

@@ -13,6 +13,7 @@ from tests.support import ROOT
 from tests.support.browser import find_browser
 
 
+@pytest.mark.full_tier
 def test_the_pictures_of_readme_are_made(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     find_browser()

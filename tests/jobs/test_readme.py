@@ -173,7 +173,7 @@ for page, line, text in json.load(sys.stdin):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("page", [page for page in PAGES if _run(page, "python")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and _run(page, "python")])
 def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
     """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
     given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
@@ -212,11 +212,20 @@ disthooks() {
     python -m disthooks "$@"
 }
 """
-SHELL = [(block, line) for page in PAGES for block in _run(page, "sh") for line in block.text.splitlines()]
+#: README's blocks run one after another, below; those of docs/launch.md, each launcher, in tests/jobs/test_run.py too.
+SHELL = [
+    pytest.param(
+        block, line, marks=pytest.mark.full_tier if page == "docs/launch.md" else (), id=f"{_id(block)}: {line[:40]}"
+    )
+    for page in PAGES
+    if page != "README.md"
+    for block in _run(page, "sh")
+    for line in block.text.splitlines()
+]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("block", "line"), SHELL, ids=[f"{_id(block)}: {line[:40]}" for block, line in SHELL])
+@pytest.mark.parametrize(("block", "line"), SHELL)
 def test_the_shell_runs(block: Block, line: str, folder: pathlib.Path) -> None:
     if "deepspeed" in line:
         pytest.importorskip("deepspeed")

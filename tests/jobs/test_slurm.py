@@ -52,6 +52,7 @@ def _with_stand_ins(line: str) -> str:
     return f'export PATH="$STAND_INS:$PATH"; {line}'
 
 
+@pytest.mark.full_tier
 @pytest.mark.dist
 def test_a_job_on_two_nodes(tmp_path: pathlib.Path, slurm: dict[str, str]) -> None:
     place = tmp_path / "work"

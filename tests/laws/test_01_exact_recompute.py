@@ -121,7 +121,7 @@ def _stored(model: nn.Module, x: torch.Tensor, *stages: object, context: object 
 
 
 @pytest.mark.first_tier(autocast=(False,), store=("disk",))
-@pytest.mark.full_tier(autocast=(False,), store=("cpu",))
+@pytest.mark.full_tier(store=("cpu",))
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
