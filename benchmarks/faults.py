@@ -424,7 +424,7 @@ def false_in(faults: tuple[Fault, ...], culprit: Culprit) -> list[str]:
             wrong.append("it is said of a step before it")
         elif culprit.rank not in (None, fault.rank) or (culprit.rank is not None and fault.kind in ("rate", "dead")):
             wrong.append("rank")
-        elif culprit.first > fault.step + 1 or culprit.kind in LESS:
+        elif culprit.first > fault.step or culprit.kind in LESS:
             return []  # it came of the fault later, or names no cause
         elif culprit.kind not in RIGHT[fault.kind]:
             wrong.append("kind")

@@ -1,10 +1,11 @@
 """``compare_logs``: the first module, rank and step in which two runs do not compute the same bits."""
 
 # [Note: where a difference begins]
-# The weights before the first update come first. Within a step forward comes first, module by module in the order of the calls, then the ranks' own gradients from the
-# last parameter to the first, then the final gradients, then the parameters after the update. The first of these that
-# is not the same in both runs is where the difference begins. If it is a module and its input is the same, the module
-# makes the difference; if its input differs too, code between the modules does, or the batch.
+# The weights before the first update come first. Within a step forward comes first, module by module in the order of
+# the calls, then the ranks' own gradients from the last parameter to the first, then the final gradients, then the
+# parameters after the update. The first of these that is not the same in both runs is where the difference begins. If
+# it is a module and its input is the same, the module makes the difference; if its input differs too, code between the
+# modules does, or the batch.
 #
 # [Note: which runs are compared]
 # The first run of one log is compared with the first run of the other, the second with the second, and so on. What has
@@ -157,7 +158,14 @@ def compare(one: Run, other: Run) -> Comparison:
 _ALONE = ("{} only in the first", "{} only in the second")
 _OF_BATCH = "fingerprints that depend on the batch of a rank"
 #: In the order of [Note: where a difference begins].
-_KINDS = (("param", "start"), ("module", "input"), ("module", "output"), ("param", "own"), ("param", "grad"), ("param", "update"))
+_KINDS = (
+    ("param", "start"),
+    ("module", "input"),
+    ("module", "output"),
+    ("param", "own"),
+    ("param", "grad"),
+    ("param", "update"),
+)
 _OF_RANKS = ("input", "output", "own")  # they depend on the batch of a rank
 _Found = tuple[str, str, str, str, str]
 

@@ -17,7 +17,7 @@ The terminal, ``--json``, the page and ``disthooks watch`` say what is in this o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -66,9 +66,25 @@ def timeline(run: Run) -> Timeline:
             found.remove(culprit)
             cause = replace(cause, evidence=[*cause.evidence, f"Then: {culprit.text}"])
         found.append(cause)
+    found = list(_with_consequences(found, records))
     has = str(run.about.get("rules"))
     found = [_finished(run, culprit, has) for culprit in found]
     return Timeline(sorted(found, key=lambda culprit: culprit.step), list(looked_at(run)), list(unseen(run)))
+
+
+def _with_consequences(found: Sequence[Culprit], records: dict[int, int]) -> Iterator[Culprit]:
+    """The culprits, without those that came of copies that differ or of a learning rate, which are told with these."""
+
+    def comes_of(effect: Culprit, cause: Culprit) -> bool:
+        after = records.get(effect.step, 0) - records.get(cause.step, 0)
+        is_there = cause.kind in ("replicas", "weights", "learning rate") and 0 <= after <= _AFTERWARDS
+        is_rank = effect.rank is None or cause.rank in (None, effect.rank)
+        return is_there and is_rank and effect.kind in (*_CONSEQUENCES, "forward")
+
+    for culprit in found:
+        if not any(comes_of(culprit, other) for other in found):
+            then = [f"Then: {other.text}" for other in found if comes_of(other, culprit)]
+            yield replace(culprit, evidence=[*culprit.evidence, *then])
 
 
 def _explains(culprit: Culprit, records: dict[int, int], episode: Sequence[Event]) -> bool:

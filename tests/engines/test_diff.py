@@ -67,7 +67,9 @@ def test_an_engine_is_the_same_as_ddp(ranks: Ranks, engine: str, tmp_path: pathl
     assert found["same"], found
     assert found["whole"], found
     assert found["steps"] == [0, 1, 2]
-    assert found["compared"] == 8 + 3 * (2 * 5 + 3 * 8)  # parameters at the start, modules with input and output, parameters
+    assert found["compared"] == 8 + 3 * (
+        2 * 5 + 3 * 8
+    )  # parameters at the start, modules with input and output, parameters
 
 
 @pytest.mark.dist

@@ -271,3 +271,57 @@ def test_readme_shows_what_comes(folder: pathlib.Path) -> None:
         assert not missing, f"README.md:{following.line}: {missing} did not come, but:\n{done.stdout}{done.stderr}"
         shown += 1
     assert shown == 3
+
+
+# -- what the guide for one wrong rank shows names the fault
+
+WRONG_RANK = """
+import time, torch
+from torch import nn
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), num_layers=2)
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+rank = torch.distributed.get_rank()
+generator = torch.Generator().manual_seed(rank)
+for step in range(320):
+    if rank == 1:
+        FAULT
+    (ddp(torch.randn(4, 8, 32, generator=generator)) - 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.distributed.destroy_process_group()
+"""
+WEIGHT = """if step == 203:
+            with torch.no_grad():
+                model.layers[1].linear1.weight[3, 5] = 50.0"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (
+            WEIGHT,
+            r"Steps 201 to 210 on rank 1: the output of layers.1.linear1 jumped to .* after step 299 showed that ",
+        ),
+        (
+            "time.sleep(0.1 if step >= 150 else 0)",
+            r"Steps? (141 to )?150 on rank 1: its input takes .*: the rank is slow",
+        ),
+    ],
+)
+def test_the_guide_for_one_wrong_rank_names_it(fault: str, says: str, folder: pathlib.Path) -> None:
+    """Its file, its two commands, as they stand."""
+    page = "docs/guides/one-rank.md"
+    (folder / "hooks.yaml").write_text(_run(page, "yaml")[0].text)
+    (folder / "train.py").write_text(WRONG_RANK.replace("FAULT", fault))
+    (folder / "runs" / "gradients.jsonl").unlink()
+    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
+    for block in _run(page, "sh"):
+        script = COMMANDS + block.text
+        done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(says, done.stdout), done.stdout

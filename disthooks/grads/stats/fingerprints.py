@@ -184,8 +184,8 @@ class Fingerprints(Stat):
     Two runs whose fingerprints are the same computed the same bits. Of each module the log gets ``fingerprint/input``
     and ``fingerprint/output``; of each parameter ``fingerprint/own`` (the ranks' own gradients before any reduction),
     ``fingerprint/grad`` (the final gradient before any rule) and ``fingerprint/update`` (the parameter after the
-    update), and in step 0 ``fingerprint/start`` (the parameter before it): texts of hexadecimal digits. They are merged in the SUM that the step makes anyway, and still tell the rank
-    if one rank alone differs.
+    update), and in step 0 ``fingerprint/start`` (the parameter before it): texts of hexadecimal digits. They are merged
+    in the SUM that the step makes anyway, and still tell the rank if one rank alone differs.
 
     Args:
         every: of logged steps only those whose number is a multiple of it.

@@ -784,13 +784,13 @@ def test_report_says_what_was_not_looked_at(tmp_path: pathlib.Path) -> None:
     records[0]["about"] = {"every": 10, "ranks": 2}
     few = "6 logged steps are too few to know which numbers are unusual: that takes more than 12."
     between = (
-        "Every 10th step is logged: of the steps between them only what lasts is seen, steps that are not finite, and the "
-        "largest gradient norm."
+        "Every 10th step is logged: of the steps between them only what lasts is seen, steps that are not finite, and "
+        "the largest gradient norm."
     )
     assert unseen(tmp_path, records) == [
         "The log does not tell gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite); which rank "
-        "leads (Spread); whether the ranks still have the same model (check_replicas); which rank is slow (Times); which "
-        "layer moved first (stats.full()).",
+        "leads (Spread); whether the ranks still have the same model (check_replicas); which rank is slow (Times); "
+        "which layer moved first (stats.full()).",
         few,
         between,
     ]
