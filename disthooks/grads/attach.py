@@ -90,8 +90,8 @@ def gradients(
             ``grad_norm/group/<name>``. A parameter may be in several.
         also: objects whose numbers are logged too: the handle of :func:`~disthooks.save_activations`, a wrapper or
             another object whose ``report()`` has a ``record()``, or a function that returns a dict. Each rank asks its
-            own objects when the step is logged, which is one step late. If one raises, or has a name that is logged
-            already, a warning names it, and it is left out.
+            own objects in the step that is logged, when its backwards are done. If one raises, or has a name that is
+            logged already, a warning names it, and it is left out.
         scaler: the ``GradScaler``, which rules at "local" need to work in your units. Statistics find it.
         process_group: the ranks whose gradients belong together, if a model is on some of them only: each rank of a
             pipeline gives its own stage, and the group of all stages and their copies. It is a process group, a

@@ -278,6 +278,7 @@ class Gradients(Attachment):
     def _record(self, step: int, result: StepResult, is_logged: bool) -> None:
         """Start the record of a step that is logged, or keep its numbers. See [Note: recent steps] in records.py."""
         if is_logged:
+            self._writer.take_also(step)
             self._records.start(step, result.merged, result.log, self._settings)
         else:
             self._records.keep(RecentStep(step, result.merged, result.log, self._settings))

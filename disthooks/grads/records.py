@@ -536,7 +536,7 @@ class UnwrittenRecords:
     Attributes:
         steps: how many steps there had been.
         nonfinite_steps: how many of them are known to have had gradients that were not finite.
-        records: the records; the last one gets the values of ``also``.
+        records: the records; that of a logged step gets the values of ``also``.
         writer: the open sinks.
     """
 
@@ -547,7 +547,6 @@ class UnwrittenRecords:
 
     def write(self) -> None:
         for record in self.records:
-            if record is self.records[-1]:
-                self.writer.add_also(record)
+            self.writer.add_also(record)
             self.writer.write(record)
         self.writer.close()

@@ -28,13 +28,14 @@ See [Note: a sink that fails].
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import numbers
 import posixpath
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -285,6 +286,7 @@ class RecordWriter:
         self.sinks: list[Sink] = []
         self._opened: list[Sink] = []
         self._also = list(also)
+        self._taken: dict[int, list[tuple[AlsoLogged, Mapping[str, Any]]]] = {}  # by step, until its record is made
 
     def open(
         self,
@@ -320,17 +322,29 @@ class RecordWriter:
                 self.sinks = [other for other in self.sinks if other is not sink]
                 warnings.warn(f"{sink!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=3)
 
-    def add_also(self, record: dict[str, Any]) -> None:
-        """Put the values of ``also`` into ``record``. A function that raises is left out from now on, like a sink."""
+    def take_also(self, step: int) -> None:
+        """Ask each of ``also`` for its values in ``step``, which is made now; its record is made later."""
+        taken = self._taken[step] = []
         for source in list(self._also):
-            try:
-                more = source.at(record["step"]) if isinstance(source, Totals) else source()
+            with self._leaving_out(source):
+                taken.append((source, source.at(step) if isinstance(source, Totals) else source()))
+
+    def add_also(self, record: dict[str, Any]) -> None:
+        """Put the values of ``also`` that were taken in the step of ``record`` into it."""
+        for source, more in self._taken.pop(record["step"], ()):
+            with self._leaving_out(source):
                 if taken := sorted(record.keys() & more.keys()):
                     raise UsageError(f"{taken} are logged already")
                 record.update(more)
-            except Exception as error:
-                self._also = [other for other in self._also if other is not source]
-                warnings.warn(f"{source!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=4)
+
+    @contextlib.contextmanager
+    def _leaving_out(self, source: AlsoLogged) -> Iterator[None]:
+        """If the block raises, leave ``source`` out from now on, like a sink."""
+        try:
+            yield
+        except Exception as error:
+            self._also = [other for other in self._also if other is not source]
+            warnings.warn(f"{source!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=6)
 
     def close(self) -> None:
         """Close each sink that this writer opened, once. A sink that raises is named in a warning."""
