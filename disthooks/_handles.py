@@ -1,4 +1,4 @@
-"""``Attachment``, the handle of attached hooks; hooks that copies of a model do not have; events of saved tensors."""
+"""``Attachment``, the handle of attached hooks; hooks that copies of a model do not have; what others hear of."""
 
 # [Note: hooks must not keep models]
 # A hook that is a bound method keeps its object alive, and the object often keeps the model alive. Python's collector
@@ -54,6 +54,12 @@ class SavedTensorEvent(NamedTuple):
     module_name: str
     tensor: torch.Tensor
     outcome: str
+
+
+class LoggedRecords:
+    """The number of records for which this process has asked ``also=``: the peaks of stores begin anew with each."""
+
+    count = 0
 
 
 #: The functions that are called with every event. See [Note: listeners are replaced].

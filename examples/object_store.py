@@ -282,4 +282,5 @@ class OnObjects(Store):
 
     def report(self) -> tuple[StoreReport, ...]:
         opened = self._open()
-        return (StoreReport(f"OnObjects({self.url!r})", opened.budget.held, opened.budget.limit, opened.flying),)
+        held, limit, peak = opened.budget.held, opened.budget.limit, opened.budget.most
+        return (StoreReport(f"OnObjects({self.url!r})", held, limit, opened.flying, peak_held=peak),)

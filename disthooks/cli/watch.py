@@ -32,7 +32,7 @@ _CURVES = (
     ("update_ratio", "update"),
     ("lr", "lr"),
 )
-_TIERS = ("held", "in_flight")
+_SAVED = ("peak_held", "moved_per_step")
 
 
 def watch(
@@ -188,14 +188,14 @@ def _ranks(run: Run) -> list[Any]:
 
 
 def _saved(run: Run) -> list[Any]:
-    """What is held where, of saved tensors."""
+    """How many bytes of saved tensors each place held at most, and how many moved."""
     from disthooks.report.sentences import figure
 
     last = run.records[-1]
     told = [
         f"{name.removeprefix('saved/')} {figure(name, float(value))}"
         for name, value in last.items()
-        if name.startswith("saved/") and name.endswith((*_TIERS, "moved_per_step")) and isinstance(value, (int, float))
+        if name.startswith("saved/") and name.endswith(_SAVED) and isinstance(value, (int, float))
     ]
     return [styled(f"{'saved tensors':>16} {', '.join(told)}")] if told else []
 

@@ -46,7 +46,8 @@ function drawCharts() {
   }
 }
 
-// The logarithmic scale is for numbers of several orders; a share or a learning rate of one order is read better without.
+// The logarithmic scale is for numbers of several orders; a share or a learning rate of one order is read better without,
+// and bytes from 0 on.
 function isLogarithmic(low, high) {
   return view.log && low > 0 && high / low > 5;
 }
@@ -58,9 +59,12 @@ function drawChart(one) {
   let low = finite.reduce((least, value) => Math.min(least, value), Infinity);
   let high = finite.reduce((most, value) => Math.max(most, value), -Infinity);
   const positive = finite.filter((value) => value > 0).reduce((least, value) => Math.min(least, value), Infinity);
-  const log = isLogarithmic(positive, high);
+  const isBytes = one.unit === "bytes";
+  const log = !isBytes && isLogarithmic(positive, high);
   if (!finite.length) { low = 0; high = 1; }
+  if (isBytes) low = 0;
   if (log) low = positive;
+  if (low === 0 && high === 0) high = 1;
   if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
   const shape01 = log ? (value) => Math.log(value / low) / Math.log(high / low) : (value) => (value - low) / (high - low);
   const inner = LINE.height - LINE.top - LINE.bottom;
@@ -71,9 +75,9 @@ function drawChart(one) {
 
   const svg = shape("svg", { viewBox: `0 0 ${width} ${LINE.height}`, role: "slider", tabindex: 0, "aria-label": `${one.title}, by step`,
     "aria-valuemin": given.steps?.[view.from] ?? 0, "aria-valuemax": given.steps?.[view.to] ?? 0 });
-  for (const tick of lineTicks(low, high, log)) {
+  for (const tick of lineTicks(low, high, log, isBytes)) {
     svg.append(shape("line", { class: "grid", x1: LINE.left, x2: width - LINE.right, y1: y(tick), y2: y(tick) }),
-      shape("text", { x: LINE.left - 7, y: y(tick) + 4, "text-anchor": "end" }, numberText(tick, one.unit)));
+      shape("text", { x: LINE.left - 7, y: y(tick) + 4, "text-anchor": "end" }, numberText(tick, one.unit).replace(".0 ", " ")));
   }
   for (const mark of marks()) {
     if (mark.place < view.from || mark.place > view.to) continue;
@@ -134,7 +138,8 @@ function linePath(values, x, y, log) {
   return path || "M0,0";
 }
 
-function lineTicks(low, high, log) {
+// Ticks of bytes are powers of 2 apart, so that they are whole KiB, MiB or GiB.
+function lineTicks(low, high, log, isBytes) {
   if (log) {
     const from = Math.ceil(Math.log10(low));
     const to = Math.floor(Math.log10(high));
@@ -144,8 +149,8 @@ function lineTicks(low, high, log) {
   }
   const rough = (high - low) / 3;
   const unit = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * unit).find((each) => each >= rough);
-  return Array.from({ length: 5 }, (_, at) => (Math.ceil(low / step) + at) * step).filter((tick) => tick <= high);
+  const step = isBytes ? Math.max(1, 2 ** Math.floor(Math.log2(rough))) : [1, 2, 5, 10].map((each) => each * unit).find((each) => each >= rough);
+  return Array.from({ length: 7 }, (_, at) => (Math.ceil(low / step) + at) * step).filter((tick) => tick <= high);
 }
 
 // --- The cursor, zoom and keys. ---------------------------------------------------------------------------------------

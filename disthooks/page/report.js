@@ -65,9 +65,14 @@ function showTables() {
     document.querySelector("#ranks .wide").append(tableOf(["Which rank had the", "in how many of the logged steps"], ranks.map((each) =>
       [each.title, each.ranks.map(([rank, count]) => `rank ${rank}: ${percent(count, each.of)}`).join(", ")])));
   }
-  if ((given.saved ?? []).length) {
+  const saved = given.saved ?? [];
+  if (saved.length) {
     byId("saved").hidden = false;
-    document.querySelector("#saved .wide").append(tableOf(["On the first rank, at the last step", ""], given.saved.map((each) => [each.name, each.text])));
+    for (const predicted of [true, false]) {
+      const rows = saved.filter((each) => Boolean(each.predicted) === predicted).map((each) => [each.name, each.text]);
+      if (rows.length) document.querySelector(predicted ? "#saved .wide" : "#saved details .wide").append(tableOf(["On the first rank", ""], rows));
+      if (rows.length && !predicted) document.querySelector("#saved details").hidden = false;
+    }
   }
   const events = given.events ?? [];
   if (events.length) {

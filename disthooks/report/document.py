@@ -142,10 +142,12 @@ def curves(run: Run) -> Iterator[dict[str, Any]]:
             unit = "seconds" if "_seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
             lines = [{"label": label, "values": column} for label, column in series]
             yield {"title": title, "section": section, "unit": unit, "lines": lines}
-    held = [(name.removeprefix("saved/").removesuffix("/held"), name) for name in _names(run) if name.endswith("/held")]
+    held = [name for name in _names(run) if name.startswith("saved/") and name.endswith("/peak_held")]
     if held:
-        places = [{"label": label, "values": _column(run, name)} for label, name in held]
-        yield {"title": "Saved tensors held, by place", "section": "saved", "unit": "bytes", "lines": places}
+        places = [
+            {"label": name.split("/", 1)[1].removesuffix("/peak_held"), "values": _column(run, name)} for name in held
+        ]
+        yield {"title": "Saved tensors held at most, by place", "section": "saved", "unit": "bytes", "lines": places}
     from disthooks.grads.sinks.base import meaning
 
     for key in _names(run):
@@ -310,17 +312,54 @@ def leads(run: Run) -> Iterator[dict[str, Any]]:
             yield {"title": title, "of": len(given), "ranks": [[rank, count] for count, rank in counts]}
 
 
+#: The totals of saved tensors in words, as docs/saved-tensors/report.md has them; then those of a place.
+_TOTALS = {
+    "stored": "stored",
+    "moved": "moved",
+    "shared": "shared",
+    "kept": "kept",
+    "recast": "copies of weights dropped, to be cast again",
+    "recomputed": "dropped, to be computed again",
+    "loaded": "brought back",
+    "held": "held now",
+    "pack_seconds": "forward waited",
+    "unpack_seconds": "backward waited",
+    "hidden_seconds": "worked while nothing waited",
+}
+_OF_PLACE = {
+    "held": "holds now",
+    "peak_held": "held at most since the record before",
+    "in_flight": "in flight",
+    "written": "wrote",
+    "read": "read",
+    "write_seconds": "time of writing",
+    "read_seconds": "time of reading",
+}
+
+
 def places_of_saved(run: Run, predicted: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """What was predicted of saved tensors beside what was measured, and their totals at the end of the run."""
+    """What was predicted of saved tensors beside what was measured, and their totals at the end that are not 0."""
     moved = [each for each in run.column("saved/moved_per_step") if each is not None]
     plan = (predicted or {}).get("plan")
     rows = plan.get("modules") if isinstance(plan, dict) else None
     if moved and isinstance(rows, list):
         told = sum(number(row.get("moved")) or 0.0 for row in rows if isinstance(row, dict))
         text = f"{size(statistics.median(moved))}, and {size(told)} were predicted"
-        yield {"name": "moved in a step", "text": text}
+        yield {"name": "moved in a step", "text": text, "predicted": True}
     last = run.records[-1]
     for key in (key for key in _names(run) if key.startswith("saved/")):
         value = last.get(key)
-        if isinstance(value, (int, float)) and not key.endswith("_per_step"):
-            yield {"name": key.removeprefix("saved/"), "text": figure(key, float(value))}
+        if isinstance(value, (int, float)) and value and not key.endswith("_per_step"):
+            yield {"name": _in_words(key.removeprefix("saved/")), "text": figure(key, float(value))}
+
+
+def _in_words(total: str) -> str:
+    """The name of a total of saved tensors in words.
+
+    >>> _in_words("pack_seconds"), _in_words("kept/small"), _in_words("OnDisk('/tmp')/written")
+    ('forward waited', 'kept: small', "OnDisk('/tmp') wrote")
+    """
+    place, _, name = total.rpartition("/")
+    if place == "kept":
+        return f"kept: {name}"
+    return f"{place} {_OF_PLACE.get(name, name)}" if place else _TOTALS.get(name, name)

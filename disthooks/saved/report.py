@@ -282,7 +282,7 @@ class SavedReport:
         """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``.
 
         The values are totals over all steps so far. ``gradients(also=[saving])`` writes them into each record, and adds
-        differences such as ``saved/moved_per_step``.
+        differences such as ``saved/moved_per_step``. ``peak_held`` of a place is the most since the last record.
 
         Args:
             prefix: put in front of each name.
@@ -295,6 +295,7 @@ class SavedReport:
         flat[prefix + "hidden_seconds"] = self.hidden_seconds
         flat.update({f"{prefix}kept/{reason}": count for reason, count in self.kept_by.items()})
         for tier in self.tiers:
+            flat[f"{prefix}{tier.name}/peak_held"] = max(tier.held, tier.peak_held)
             for name in ("held", "in_flight", "written", "read", "write_seconds", "read_seconds"):
                 flat[f"{prefix}{tier.name}/{name}"] = getattr(tier, name)
         return flat

@@ -226,7 +226,21 @@ def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, t
     )
     assert measured == predicted != "0 B"
     titles = chromium.run("[...document.querySelectorAll('#saved .chart b')].map((each) => each.textContent)")
-    assert titles == ["Saved tensors moved in a step", "Saved tensors held, by place"]
+    assert titles == ["Saved tensors moved in a step", "Saved tensors held at most, by place"]
+    ticks = chromium.run(
+        "[...document.querySelectorAll('#saved .chart text[text-anchor=end]')].map((each) => each.textContent)"
+    )
+    assert ticks == ["0 B", "32 KiB", "64 KiB", "96 KiB", "128 KiB", "3"] * 2
+    assert not chromium.run("document.querySelector('#saved details').open"), "the totals are folded"
+    totals = chromium.run(
+        "[...document.querySelectorAll('#saved details td:first-child')].map((each) => each.textContent)"
+    )
+    assert {
+        "stored",
+        "brought back",
+        "forward waited",
+        f"OnDisk('{tmp_path}') held at most since the record before",
+    } <= set(totals)
 
 
 @pytest.mark.parametrize(

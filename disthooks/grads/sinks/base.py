@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+from disthooks._handles import LoggedRecords
 from disthooks.errors import UsageError
 
 _LONGEST = 250  # what MLflow allows
@@ -328,6 +329,7 @@ class RecordWriter:
         for source in list(self._also):
             with self._leaving_out(source):
                 taken.append((source, source.at(step) if isinstance(source, Totals) else source()))
+        LoggedRecords.count += 1
 
     def add_also(self, record: dict[str, Any]) -> None:
         """Put the values of ``also`` that were taken in the step of ``record`` into it."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from disthooks._handles import LoggedRecords
 from disthooks._locks import DeferredSum, new_lock
 from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
@@ -109,6 +110,7 @@ class StoreReport:
         measured_read: the same for reading.
         why_buffered: why the file goes through the page cache of the system; empty if it does not.
         devices: how many devices ``limit`` was used for, on each anew; 1 if it is for all of them together.
+        peak_held: the largest ``held`` since the last record of ``gradients(also=...)`` in this process.
     """
 
     name: str
@@ -127,6 +129,7 @@ class StoreReport:
     measured_read: float | None = None
     why_buffered: str = ""
     devices: int = 1
+    peak_held: int = 0
 
     def __str__(self) -> str:
         most = "" if self.limit is None else f" of {format_bytes(self.limit)}"
@@ -421,7 +424,7 @@ class ByteBudget:
             limit = nbytes // local_world_size() if per_node else nbytes
         self._limit = limit
         self._owner = owner
-        self._taken = self._most = 0
+        self._taken = self._most = self._record = 0
         self._released = DeferredSum()
         #: Gives bytes back. It takes no lock, so that destructors may call it; see [Note: destructors].
         self.release: Callable[[int], None] = self._released.change
@@ -443,13 +446,14 @@ class ByteBudget:
 
     @property
     def most(self) -> int:
-        """The most bytes that were in use since the limit was set last."""
-        return self._most
+        """The most bytes that were in use since the last record of a log."""
+        used = self.held
+        return max(self._most, used) if self._record == LoggedRecords.count else used
 
     def set_limit(self, limit: int) -> None:
         """Set another limit; what is in use stays."""
         with self._lock:
-            self._limit, self._most = limit, self._taken - self._released.total()
+            self._limit = limit
 
     def has_room(self, count: int) -> bool:
         """Whether ``count`` more bytes would fit now."""
@@ -492,6 +496,8 @@ class ByteBudget:
                     wanted=count,
                     free=free,
                 )
+            if self._record != LoggedRecords.count:
+                self._record, self._most = LoggedRecords.count, 0
             self._most = max(self._most, used + count)  # first: no call may stand between the two lines that follow
             self._taken += count
             if debtor is not None:
@@ -564,6 +570,11 @@ class DeviceBudgets:
     def held(self) -> int:
         """Bytes in use now, on all devices together."""
         return sum(budget.held for budget in tuple(self._all.values()))
+
+    @property
+    def most(self) -> int:
+        """The sum of the most bytes that were in use on each device since the last record of a log."""
+        return sum(budget.most for budget in tuple(self._all.values()))
 
     @property
     def devices(self) -> int:

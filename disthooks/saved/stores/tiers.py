@@ -67,8 +67,16 @@ class OpenOnDevice(Store):
 
     def report(self) -> tuple[StoreReport, ...]:
         """One entry, with the bytes held on all devices."""
-        held, limit, devices = self.budget.held, self.budget.limit, max(1, self.budget.devices)
-        return (StoreReport("OnDevice()", held=held, limit=limit, from_memory=self._read, devices=devices),)
+        return (
+            StoreReport(
+                "OnDevice()",
+                held=self.budget.held,
+                limit=self.budget.limit,
+                from_memory=self._read,
+                devices=max(1, self.budget.devices),
+                peak_held=self.budget.most,
+            ),
+        )
 
 
 @register("store")

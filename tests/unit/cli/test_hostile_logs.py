@@ -35,7 +35,7 @@ def test_no_escape_sequence_of_a_log_reaches_the_terminal(tmp_path: pathlib.Path
         file = log(tmp_path / f"{len(evil)}.jsonl", steps=40, layers=6, evil=evil)
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         for line in lines:
-            line |= {f"saved/{evil}/held": 1 << 20, f"a{evil}": 1.5, "run": f"r{evil}"}
+            line |= {f"saved/{evil}/peak_held": 1 << 20, f"a{evil}": 1.5, "run": f"r{evil}"}
             line["param"]["fingerprint/grad"] = [f"{line['step']:016x}"] * 6
         lines[-2]["blame"] = [f"0{evil}"]
         lines.append({"step": 0, "run": f"2{evil}", "grad_norm": 1.0})

@@ -41,6 +41,7 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
             model(x).sum().backward()
             optimizer.step()
             totals.append(saving.report().stored)
+            assert saving.report().held == 0
         watch.flush()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["number"] for line in lines] == [0, 1, 2]
@@ -62,7 +63,9 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
     for before, line in itertools.pairwise(lines):
         grown = line["saved/moved"] - before["saved/moved"]
         assert line["saved/moved_per_step"] == grown > 0
-    assert f"saved/OnDisk({str(tmp_path)!r})/written" in lines[-1]
+    place = f"saved/OnDisk({str(tmp_path)!r})"
+    assert f"{place}/written" in lines[-1]
+    assert [(line[f"{place}/held"], line[f"{place}/peak_held"]) for line in lines] == [(0, totals[0])] * 3
     assert watch.latest["saved/stored"] == totals[-1]
 
 
