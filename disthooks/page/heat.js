@@ -103,13 +103,26 @@ function blockOf(name) {
   return number < 0 ? parts[0] : parts.slice(0, number + 1).join(".");
 }
 
-// As many names as there is room for: each row's, or those of the rows at which a block begins.
+// The beginning of a name: its block, and what more tells it from the name above and from the labels that there are.
+function labelOf(name, above, labels) {
+  const [parts, others] = [name.split("."), above.split(".")];
+  const first = parts.findIndex((part, at) => part !== others[at]);
+  for (let many = Math.max(first + 1, blockOf(name).split(".").length); many < parts.length; many++) {
+    const label = parts.slice(0, many).join(".");
+    if (!labels.has(label)) return label;
+  }
+  return name;
+}
+
+// As many names as there is room for: each row's, or the beginnings of some.
 function rowNames(left, high) {
   const { map, rows } = heat;
   const each = high / Math.max(1, rows.length);
   const found = [];
   let last = -Infinity;
   let block = "";
+  let above = "";
+  const labels = new Set();
   rows.forEach((row, place) => {
     const name = map.rows[row];
     const own = blockOf(name);
@@ -117,8 +130,11 @@ function rowNames(left, high) {
     if (top - last < 13 || (each < 12 && own === block && top - last < 40)) return;
     last = top;
     block = own;
+    const label = each < 12 ? labelOf(name, above, labels) : name;
+    labels.add(label);
+    above = name;
     found.push(element("button", { type: "button", class: "row-name", title: name, "data-row": row, style: { top: `${top + each / 2 - 8}px`, width: `${left - 8}px` },
-      onclick: () => showRow(row) }, each < 12 ? own : name));
+      onclick: () => showRow(row) }, element("bdi", { dir: "ltr" }, label)));
   });
   return found;
 }

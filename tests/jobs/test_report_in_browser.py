@@ -161,6 +161,23 @@ def test_the_heat_map_says_layer_step_and_number(shown: Browser) -> None:
     assert shown.run("document.querySelectorAll('.heat-mark').length") == 2
 
 
+def test_labels_of_rows_are_distinct(chromium: Browser, tmp_path: pathlib.Path) -> None:
+    """Of 52 rows, some have a label, several in each block of 12."""
+    layers = [
+        f"{part}.{kind}" for part in ("ln", "attn.qkv", "attn.out", "mlp.0", "mlp.2") for kind in ("weight", "bias")
+    ]
+    names = ["wte.weight", *(f"transformer.h.{block}.{layer}" for block in range(5) for layer in layers), "head.weight"]
+    file = tmp_path / "run.jsonl"
+    lines = [{"step": step, "param": {"grad_norm": [1.0 + step] * len(names)}} for step in range(4)]
+    file.write_text("\n".join(map(json.dumps, [{**lines[0], "names": {"param": names}}, *lines[1:]])))
+    show(chromium, page_of(file))
+    rows = chromium.run("[...document.querySelectorAll('.row-name')].map((each) => [each.textContent, each.title])")
+    labels = [label for label, _ in rows]
+    assert labels[:4] == ["wte", "transformer.h.0", "transformer.h.0.attn", "transformer.h.0.mlp"]
+    assert len(set(labels)) == len(labels)
+    assert all(name.startswith(label) for label, name in rows)
+
+
 def test_a_layer_is_searched_and_its_curve_shown(shown: Browser) -> None:
     shown.click("#layer")
     shown.type("blocks.3")
