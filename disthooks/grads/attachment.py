@@ -15,6 +15,7 @@ from torch import nn
 from disthooks._handles import Attachment, UncopiedHook, check_state
 from disthooks._match import Pattern
 from disthooks._ranks import has_several_ranks
+from disthooks._tensors import format_bytes
 from disthooks.engines.base import inner_optimizer
 from disthooks.engines.joint_steps import JointSteps, optimizers_of
 from disthooks.engines.optimizer_step import OnRepeat
@@ -45,7 +46,12 @@ class GradientsConfig:
 
 @dataclass(frozen=True)
 class GradientsReport:
-    """The engine of an attachment, and the cost of its steps.
+    """The engine of an attachment, and the cost of its steps; ``print`` shows it in words.
+
+    >>> print(GradientsReport("DDP", (0, 1), 8, rounds=1, collectives=(0, 2), bytes=(0, 2048), steps=60))
+    DDP, 2 ranks, 8 parameters, 60 steps
+    a step that is not logged makes no all-reduce
+    a logged step measures once, and makes 2 all-reduces of 2.0 KiB in all
 
     Attributes:
         engine: which engine was found.
@@ -65,6 +71,16 @@ class GradientsReport:
     collectives: tuple[int, int]
     bytes: tuple[int, int]
     steps: int
+
+    def __str__(self) -> str:
+        ranks = f"{len(self.ranks)} ranks" if len(self.ranks) > 1 else "1 rank"
+        usual, logged = map(_all_reduces, self.collectives, self.bytes)
+        times = {0: "nothing", 1: "once", 2: "twice"}.get(self.rounds, f"{self.rounds} times")
+        return (
+            f"{self.engine}, {ranks}, {self.parameters} parameters, {self.steps} steps\n"
+            f"a step that is not logged makes {usual}\n"
+            f"a logged step measures {times}, and makes {logged}"
+        )
 
 
 class Gradients(Attachment):
@@ -516,6 +532,10 @@ class Gradients(Attachment):
         kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._runner.plan.rules]
         stats = [(type(stat).__name__, state) for stat, state in self._records.stats if state]
         return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
+
+
+def _all_reduces(many: int, nbytes: int) -> str:
+    return f"{many} all-reduce{'s' if many > 1 else ''} of {format_bytes(nbytes)} in all" if many else "no all-reduce"
 
 
 def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None:

@@ -248,7 +248,12 @@ def test_logged_steps_are_read_one_step_late() -> None:
     watch.flush()
     assert [record["step"] for record in records] == [0, 2, 4]
     assert watch.latest == records[-1]
-    assert watch.report().steps == 5
+    report = watch.report()
+    assert report.steps == 5
+    assert str(report).startswith(
+        f"a plain module, 1 rank, {report.parameters} parameters, 5 steps\na step that is not"
+    )
+    assert repr(report).startswith("GradientsReport(engine='a plain module'")
 
 
 def test_remove_flushes_and_takes_everything_off() -> None:
