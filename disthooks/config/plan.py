@@ -27,7 +27,7 @@ from torch import nn
 
 from disthooks._handles import Attachment, check_state
 from disthooks._match import as_patterns, unwrap_engine
-from disthooks._ranks import describe, launched_rank
+from disthooks._ranks import describe, launched_rank, world_size
 from disthooks._tensors import format_bytes, local_part, parse_bytes
 from disthooks.config import dump
 from disthooks.config.agree import Team, check_conflicts, check_not_alone
@@ -504,7 +504,7 @@ def attach(
 
 
 def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watching: Gradients | None) -> None:
-    """Print on stderr of the first rank which hooks are attached, and the name of the configuration."""
+    """Print on stderr of the first rank which hooks are attached, on how many ranks, and by which configuration."""
     if launched_rank() != 0:
         return
     parts = []
@@ -514,11 +514,12 @@ def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watch
         parts.append(f"save {shown}: {count} module{'s' if count != 1 else ''} to {type(pipeline.store).__name__}")
     if watching is not None:
         report = watching.report()
-        ranks = f" on {report.engine}, {len(report.ranks)} ranks" if len(report.ranks) > 1 else f" on {report.engine}"
-        parts.append(f"watch {report.parameters} parameters{ranks}, logged every {plan.watches.get('every', 50)} steps")
+        every = plan.watches.get("every", 50)
+        parts.append(f"watch {report.parameters} parameters on {report.engine}, logged every {every} steps")
     parts += ["blame"] if plan.blame else []
     parts += [f"check_replicas every {plan.check_replicas} steps"] if plan.check_replicas else []
-    say(f"{plan.source.name}: attached to {type(unwrap_engine(model)).__name__}: {'; '.join(parts)}")
+    ranks = f"{world_size()} rank{'s' if world_size() > 1 else ''}"
+    say(f"{plan.source.name}: attached to {type(unwrap_engine(model)).__name__} on {ranks}: {'; '.join(parts)}")
 
 
 @contextlib.contextmanager

@@ -237,6 +237,22 @@ def test_the_shell_runs(block: Block, line: str, folder: pathlib.Path) -> None:
         assert re.search(r"disthooks: .*saved and moved|moved", done.stdout + done.stderr), "hooks were not attached"
 
 
+@pytest.mark.dist
+def test_the_script_for_accelerate_starts_on_two_ranks(folder: pathlib.Path) -> None:
+    page = "docs/integrations/accelerate.md"
+    (folder / "train.py").write_text(_run(page, "python")[0].text)
+    (said,) = (block.text for block in BLOCKS if block.page == page and block.language == "text")
+    first, _ = _run(page, "sh")[0].text.splitlines()
+    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
+    call = ["bash", "-c", COMMANDS + first]
+    done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(said) == 1, "on one rank"
+    lines = [json.loads(line) for line in (folder / "runs" / "gradients.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines[1:]] == list(range(10)), "after the line that the folder has"
+    assert {"loss", "grad_norm", "clip_ratio", "saved/moved"} <= lines[-1].keys()
+
+
 # -- what README shows is what comes
 
 #: What differs between two runs: times, speeds, and what the disk had written already.

@@ -740,7 +740,10 @@ def test_what_is_attached_and_what_is_not_finite_is_said(start: Starts, capsys: 
     optimizer = sgd(model)
     step(model, optimizer)
     said = capsys.readouterr().err
-    assert "hooks.yaml: attached to Net: save 'body': 1 module to OnDisk; watch 4 parameters on a plain module" in said
+    assert (
+        "hooks.yaml: attached to Net on 1 rank: save 'body': 1 module to OnDisk; watch 4 parameters on a plain module"
+        in said
+    )
     model.body[1] = nn.Sequential(nn.Tanh())  # what is attached stays
     with torch.no_grad():
         model.body[0].weight[0, 0] = torch.nan

@@ -134,7 +134,10 @@ def test_a_right_file_trains(folder: pathlib.Path, fork: Callable[..., Outcome])
     first, second = fork(file=file)
     assert first[0] == 0
     assert first[1].endswith("logged every 50 steps\ntrained\n")
-    assert f"disthooks: {file}: attached to Model: save 'net.0': 1 module to OnCpu; watch 6 parameters" in first[1]
+    assert (
+        f"disthooks: {file}: attached to Model on 2 ranks: save 'net.0': 1 module to OnCpu; watch 6 parameters"
+        in first[1]
+    )
     assert second == (0, "trained\n")
 
 
