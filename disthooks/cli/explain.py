@@ -109,6 +109,8 @@ def explain(
 
 
 def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> None:
+    for text in () if far is None else str(far).splitlines():
+        _say(text)
     peak, (low, high) = said.peak, said.peak_range
     with_plan = "" if told["plan"] is None else f" with {told['file']}"
     around = "" if size(low) == size(high) else f" ({size(low)} to {size(high)})"
@@ -118,8 +120,6 @@ def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> 
     largest = sorted(peak.by_category.items(), key=lambda each: -each[1])[:2]
     parts = " and ".join(f"{nbytes / peak.nbytes:.0%} of it is {name}" for name, nbytes in largest if nbytes)
     _say(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
-    for text in () if far is None else str(far).splitlines():
-        _say(text)
 
 
 def _without_plan(said: Explanation, file: str) -> str:

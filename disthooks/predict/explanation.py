@@ -32,8 +32,9 @@ NOT_COUNTED = (
     "memory that an operator takes for itself while it runs, such as the workspace of a convolution",
     "memory that the communication library takes (NCCL: some hundred MiB)",
     "tensors that the training loop keeps: logs, averages of weights, the outputs of the last step",
-    "with a plan on a CPU: the memory in which its hooks compute checksums (at most 1 MiB)",
 )
+#: And, if a plan is attached to a model on the CPU:
+_NOT_COUNTED_CPU = "the memory in which the hooks of the plan compute checksums (at most 1 MiB)"
 
 
 @dataclass(frozen=True)
@@ -366,6 +367,7 @@ class Explanation:
         """All of it as a document that JSON can hold; docs/cli.md has its keys."""
         position = {row.name: number for number, row in enumerate(self.modules)}
         without = self.memory.to_dict(position.__getitem__)
+        has_checksums = self.planned is not None and self.situation.device == "cpu"
         return {
             "model": self.model,
             "situation": self.situation.to_dict(),
@@ -390,7 +392,7 @@ class Explanation:
             "operators": self.by_operator,
             "plan": self._plan_dict(position),
             "unknown": [each._asdict() for each in self.unknown],
-            "not_counted": list(NOT_COUNTED),
+            "not_counted": [*NOT_COUNTED, *([_NOT_COUNTED_CPU] if has_checksums else [])],
             "warnings": list(self.warnings),
         }
 

@@ -417,14 +417,15 @@ class _Search:
         next_nbytes = None if above is None or above.refusal else above.nbytes
         next_size = None if above is None else above.size
         if low:
-            text = f"the largest {called} is {low}, with {_exact(nbytes, next_nbytes)}"
-            if what == "seq":
-                text = text.replace("largest", "longest")
+            least = "at least " if is_unfinished or above is None else ""
+            largest = "longest" if what == "seq" else "largest"
+            text = f"the {largest} {called} is {least}{low}, with {_exact(nbytes, next_nbytes)}"
         else:
-            text = f"no {called} fits" + ("" if above is None or above.refusal else ", not even 1")
+            tried = " that was tried" if is_unfinished else ""
+            text = f"no {called}{tried} fits" + ("" if above is None or above.refusal else ", not even 1")
         if is_unfinished:
             end: Literal["limit", "refused", "most", "patience", "unset"] = "patience"
-            text += "; the time of the search was over, so a larger one may fit"
+            text += f"; the time of the search was over, so a {'larger' if low else 'smaller'} one may fit"
         elif above is None:
             end = "most"
             if len(ran) > 1 and len({each.nbytes for each in ran}) == 1:

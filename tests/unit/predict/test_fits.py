@@ -102,6 +102,7 @@ def test_everything_fits_up_to_the_end_of_the_search() -> None:
     assert found.batch is not None
     assert (found.batch.size, found.batch.end, found.batch.next_size) == (1000, "most", None)
     assert found.batch.probes == 3  # 8, 16, 1000
+    assert found.batch.text.startswith("the largest batch is at least 1000, with")
 
 
 def test_a_table_of_positions_is_the_end_of_a_sequence() -> None:
@@ -117,6 +118,7 @@ def test_a_table_of_positions_is_the_end_of_a_sequence() -> None:
     assert found.seq is not None
     assert (found.seq.size, found.seq.end, found.seq.next_size) == (96, "refused", 97)
     assert "wpe has 96 positions" in found.seq.text
+    assert "at least" not in found.seq.text
 
 
 def test_multiples_are_found_where_a_model_takes_nothing_else() -> None:
@@ -189,6 +191,10 @@ def test_impatience_ends_the_search_and_says_so() -> None:
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 22, sizes=["batch"], patience=0).batch
     assert found is not None
     assert (found.size, found.end, found.probes) == (8, "patience", 1)
+    assert found.text.startswith("the largest batch is at least 8, with")
+    none = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1, sizes=["batch"], patience=0).batch
+    assert none is not None
+    assert none.text == "no batch that was tried fits; the time of the search was over, so a smaller one may fit"
 
 
 def test_each_step_is_told() -> None:
