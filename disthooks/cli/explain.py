@@ -429,6 +429,8 @@ def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[A
 
 
 def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
+    from disthooks.predict.hardware.roofline import format_seconds
+
     for each in told["unknown"]:
         where = each["module"] or "the model"
         _say(f"not known: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
@@ -437,11 +439,7 @@ def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
     for text in told["not_counted"]:
         _say(f"not counted: {text}")
     if said.seconds:
-        parts = ", ".join(f"{phase} {_time(duration)}" for phase, duration in said.seconds.items())
+        parts = ", ".join(f"{phase} {format_seconds(duration)}" for phase, duration in said.seconds.items())
         _say(f"time on {told['situation']['hardware']}, roughly: {parts}")
     if said.link_or_compute is not None:
         _say(f"offload or compute again: {said.link_or_compute}")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

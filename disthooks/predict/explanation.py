@@ -12,7 +12,7 @@ from typing import Any
 from disthooks._tensors import format_bytes
 from disthooks.page.page import page
 from disthooks.predict.hardware.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
-from disthooks.predict.hardware.roofline import Verdict, seconds_of, step_seconds, verdict
+from disthooks.predict.hardware.roofline import Verdict, phase_seconds, seconds_of, verdict
 from disthooks.predict.measured import Measured, beside
 from disthooks.predict.recording.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.recording.timeline import Sample, Share, Timeline
@@ -253,16 +253,9 @@ class Explanation:
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
-        """The time of each part of the step on the device, roughly; empty if the device has no name."""
+        """The time of each part of the step, roughly; empty if the device has no name."""
         hardware = self.situation.hardware
-        if hardware is None:
-            return {}
-        total: dict[str, float] = collections.defaultdict(float)
-        calls: collections.Counter[str] = collections.Counter()
-        for operator in self.record.operators:
-            total[operator.phase] += seconds_of(operator, hardware)
-            calls[operator.phase] += 1
-        return {phase: step_seconds(duration, calls[phase]) for phase, duration in total.items()}
+        return {} if hardware is None else phase_seconds(self.record.operators, hardware)
 
     @property
     def link_or_compute(self) -> Verdict | None:

@@ -7,16 +7,15 @@
 # record, and the text says "about".
 #
 # [Note: what advice costs]
-# A change may add computation. Its time is the time of the operators with the change, minus the time without it; both
-# come from the table of devices. A transfer runs beside the computation, so it costs only the time by which it is
-# longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step. Bytes
-# count half if the change gives other gradients or needs more devices, or if they are estimated.
+# A change may add computation. Its time is the time of the step with the change, minus the time without it; both are
+# those of `phase_seconds`, as `explain` says them. A transfer runs beside the computation, so it costs only the time by
+# which it is longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed
+# step. Bytes count half if the change gives other gradients or needs more devices, or if they are estimated.
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import pathlib
 import tempfile
 import time
@@ -36,7 +35,7 @@ from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explanation import Explanation, Memory
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.hardware.devices import Device, device_named
-from disthooks.predict.hardware.roofline import cost_for_record, seconds_of
+from disthooks.predict.hardware.roofline import cost_for_record, format_seconds, phase_seconds
 from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, Step, record_step
 
@@ -250,7 +249,7 @@ class Trial:
         self._record = explanation.record
         if not any(each.flops or each.read for each in self._record.operators):
             self._record = record_step(builder, explanation.situation, cost_for_record).record
-        self._seconds = step_seconds(self._record, self._device)
+        self._seconds = self._seconds_of(self._record)
 
     def of(self, candidate: Candidate) -> list[Advice]:
         """The advice, if the candidate runs and saves something. It runs once."""
@@ -272,7 +271,7 @@ class Trial:
         self._say(f"{candidate.title}: {format_bytes(nbytes)}")
         if saves < self._least * self._before:
             return [], step
-        compute = step_seconds(record, self._device) - self._seconds
+        compute = self._seconds_of(record) - self._seconds
         if candidate.kind in ("batch", "shard"):
             compute = 0.0  # as many steps more as there are samples less; several devices compute at the same time
         link, cost = 0.0, ""
@@ -280,11 +279,12 @@ class Trial:
         if moved:
             link = self._device.offload_seconds(moved)
             cost = (
-                f"{format_bytes(moved)} go out and come back; that takes {_time(link)} on the link "
-                f"({self._device.link}), and the computation beside it {_time(self._seconds)}"
+                f"{format_bytes(moved)} go out and come back; that takes {format_seconds(link)} on the link "
+                f"({self._device.link}), and the computation beside it {format_seconds(self._seconds)}"
             )
         elif compute > 0.001 * self._seconds:
-            cost = f"a step computes for {_time(self._seconds + compute)} instead of {_time(self._seconds)}"
+            after, before = format_seconds(self._seconds + compute), format_seconds(self._seconds)
+            cost = f"a step computes for {after} instead of {before}"
         more = max(0.0, compute) + max(0.0, link - self._seconds - max(0.0, compute))
         text = (
             f"the peak falls from {format_bytes(self._before)} to {format_bytes(nbytes)}"
@@ -318,18 +318,13 @@ class Trial:
         part = 0.5 if is_worse else 1.0
         return part * advice.saves / (self._seconds + advice.seconds or 1.0)
 
+    def _seconds_of(self, record: StepRecord) -> float:
+        """The seconds of a step whose record was made with costs."""
+        return sum(phase_seconds(record.operators, self._device).values())
+
     def _say(self, text: str) -> None:
         if self._progress is not None:
             self._progress(text)
-
-
-def step_seconds(record: StepRecord, device: Device) -> float:
-    """The seconds of all operators of a record that was made with costs."""
-    return math.fsum(seconds_of(each, device) for each in record.operators)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 # -- candidates

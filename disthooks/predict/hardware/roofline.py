@@ -22,7 +22,7 @@
 #
 # A kernel that does nothing takes 2 to 3 µs on a GPU, so `LAUNCH` is added to each call. The host needs more time for a
 # call of torch's than the GPU needs for an empty kernel: "at least 8 us" (zdevito.github.io, 2022-12-09, by an author
-# of torch). It is hidden as long as the GPU has work, so `step_seconds` takes the larger of the two sums.
+# of torch). It is hidden as long as the GPU has work, so `phase_seconds` takes the larger of the two sums.
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ __all__ = [
     "Verdict",
     "cost",
     "cost_for_record",
+    "format_seconds",
     "may_use_tf32",
+    "phase_seconds",
     "seconds",
     "seconds_of",
-    "step_seconds",
     "verdict",
 ]
 
@@ -525,17 +526,19 @@ def seconds_of(operator: Operator, device: Device) -> float:
     return seconds(Cost(operator.flops, operator.read, operator.written), device, dtype, is_tf32)
 
 
-def step_seconds(device_seconds: float, calls: int) -> float:
-    """How long a step takes: the sum of its operators on the device, or the host's time to call them if that is longer.
+def phase_seconds(operators: Iterable[Operator], device: Device) -> dict[str, float]:
+    """How long each phase takes: its operators on the device, or the host's calls of them if these take longer.
 
-    Args:
-        device_seconds: the sum of :func:`seconds` over the operators.
-        calls: how many operators were called.
-
-    >>> step_seconds(0.5, 10_000), step_seconds(0.01, 10_000)
-    (0.5, 0.08)
+    >>> from disthooks.predict.hardware.devices import device_named
+    >>> long = Operator("aten.mm", "forward", 0, flops=10**12, dtype="bfloat16")
+    >>> short = Operator("aten.add", "backward", 0, read=512, written=512)
+    >>> phase_seconds([long, short, short], device_named("h100"))["backward"] == 2 * HOST_CALL
+    True
     """
-    return max(device_seconds, calls * HOST_CALL)
+    times: dict[str, list[float]] = {}
+    for each in operators:
+        times.setdefault(each.phase, []).append(seconds_of(each, device))
+    return {phase: max(math.fsum(each), len(each) * HOST_CALL) for phase, each in times.items()}
 
 
 # -- the link against computing again
@@ -548,7 +551,7 @@ class Verdict:
     Attributes:
         saved_bytes: the bytes that would be sent to the host and brought back, or dropped and computed again.
         link_seconds: seconds of the link, both ways. They cost time only where computation does not hide them.
-        recompute_seconds: seconds of the device. They always cost time.
+        recompute_seconds: seconds to compute them again. They always cost time.
         link: what the link is, such as ``"PCIe 5 x16"``.
     """
 
@@ -563,14 +566,14 @@ class Verdict:
         return "recompute" if self.recompute_seconds < self.link_seconds else "offload"
 
     def __str__(self) -> str:
-        link, compute = _time(self.link_seconds), _time(self.recompute_seconds)
+        link, compute = format_seconds(self.link_seconds), format_seconds(self.recompute_seconds)
         return f"{link} of link ({self.link}) for {compute} of compute, {format_bytes(self.saved_bytes)}: {self.choice}"
 
 
-def _time(duration: float) -> str:
+def format_seconds(duration: float) -> str:
     """``duration`` seconds as text, with two digits.
 
-    >>> _time(1.84), _time(0.0234), _time(4.2e-5), _time(0.0), _time(125.0)
+    >>> format_seconds(1.84), format_seconds(0.0234), format_seconds(4.2e-5), format_seconds(0.0), format_seconds(125.0)
     ('1.8 s', '23 ms', '42 µs', '0 µs', '125 s')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -585,7 +588,7 @@ def verdict(saved_bytes: int, recompute_seconds: float, device: Device) -> Verdi
 
     Args:
         saved_bytes: bytes that are sent to the host in forward, and brought back in backward.
-        recompute_seconds: seconds of the device to compute them again: the sum of :func:`seconds` of their operators.
+        recompute_seconds: seconds to compute them again, as :func:`phase_seconds` says them of a forward.
         device: the device.
 
     >>> from disthooks.predict.hardware.devices import device_named

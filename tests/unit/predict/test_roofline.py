@@ -22,11 +22,12 @@ from disthooks.predict.hardware.roofline import (
     cost,
     cost_for_record,
     may_use_tf32,
+    phase_seconds,
     seconds,
     seconds_of,
-    step_seconds,
     verdict,
 )
+from disthooks.predict.recording.record import Operator
 from disthooks.predict.recording.recorder import Recorder
 
 aten = torch.ops.aten
@@ -335,8 +336,13 @@ def test_eight_bits_are_multiplied_by_their_own_units() -> None:
 
 
 def test_a_step_of_small_operators_takes_the_hosts_time() -> None:
-    assert step_seconds(1.0, 1000) == 1.0
-    assert step_seconds(0.001, 1000) == 1000 * HOST_CALL
+    h100 = device_named("h100")
+    long = Operator("aten.mm", "forward", 0, flops=10**15, dtype="bfloat16")
+    short = Operator("aten.add", "backward", 0, read=512, written=512)
+    assert phase_seconds([long, *[short] * 1000], h100) == {
+        "forward": seconds_of(long, h100),
+        "backward": 1000 * HOST_CALL,
+    }
 
 
 def test_tf32_follows_torchs_settings() -> None:
