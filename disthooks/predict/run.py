@@ -42,6 +42,8 @@ _CATEGORY = {
 }
 #: The folder of this library.
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
+#: Methods with which a model of transformers checkpoints its layers; the first one is version 5's.
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 #: Engines whose optimizer's state can be made by a step with gradients that nobody computed.
 _TAKES_GRADIENTS = ("plain", "fsdp2", "hsdp", "tp", "fsdp2+tp")
 
@@ -114,12 +116,14 @@ class Step(NamedTuple):
         state: the bytes that the engine and the optimizer hold on this rank after the backward, by kind.
         planned: what the plan did; None without a plan.
         units: the names of the modules that the engine wrapped on their own.
+        switch: the call that checkpoints the layers of a model of transformers, as code; "" for other models.
     """
 
     record: StepRecord
     state: dict[str, int]
     planned: Planned | None
     units: tuple[str, ...]
+    switch: str
 
 
 def record_step(builder: Builder, situation: Situation, cost: CostOf | None = None) -> Step:
@@ -154,6 +158,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         if has_lazy(model):  # see [Note: lazy modules]
             with _told(f"the dry run of {type(model).__name__}"), torch.no_grad(), _autocast(situation):
                 model(*args, **kwargs)
+        switch = _switch(model)
         found: Planned | None = None
         moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
         if situation.plan is not None:
@@ -177,7 +182,15 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             _adopt(recorder, prepared)
             with recorder:
                 state = run.step(recorder)
-        return Step(recorder.record, state, found, prepared.units)
+        return Step(recorder.record, state, found, prepared.units, switch)
+
+
+def _switch(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if getattr(module, "supports_gradient_checkpointing", False):
+            owner = f'model.get_submodule("{name}")' if name else "model"
+            return next((f"{owner}.{each}()" for each in _CHECKPOINTING if hasattr(module, each)), "")
+    return ""
 
 
 def _now(moments: list[Callable[[], int]]) -> int:

@@ -3,7 +3,8 @@
 # [Note: how advice is made]
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
 # smaller batch, FSDP2. The changed step runs on fake tensors. The change saves the difference of the two peaks. A few
-# changes need code that is not installed, such as an optimizer with 8-bit state. Their savings are estimated from the
+# changes need code that is not installed, such as an optimizer with 8-bit state, or that nobody can write for the user,
+# such as another loss. Their savings are estimated from the
 # record, and the text says "about".
 #
 # [Note: what advice costs]
@@ -62,7 +63,8 @@ class Advice:
         nbytes: the peak with the change, in bytes.
         seconds: how much longer a step takes, in seconds: approximate.
         yaml: the lines of ``hooks.yaml`` that do it; "" if a hooks file cannot do it.
-        code: the lines of Python, or the name of a package, if a hooks file cannot do it.
+        code: the lines of Python, if a hooks file cannot do it. They name what a script has: ``model``, ``batch``,
+            ``optimizer``, ``loss_of``, or what the text says.
         kind: what kind of change it is, such as "offload".
         is_exact: whether gradients stay the same bits.
         is_estimate: whether ``saves`` was estimated from the record, and not by another run on fake tensors.
@@ -299,7 +301,7 @@ class Trial:
             nbytes,
             more,
             candidate.yaml,
-            candidate.code,
+            fsdp_code(step.units) if candidate.kind == "shard" else candidate.code,
             candidate.kind,
             candidate.is_exact,
         )
@@ -338,33 +340,41 @@ def _candidates(explanation: Explanation) -> Iterator[Candidate]:
         made: Any = functools.partial(situation.optimizer, foreach=False)  # type: ignore[call-arg]  # if it is torch's
         changed = replace(situation, optimizer=made)
         note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
-        yield Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
+        name = situation.to_dict()["optimizer"]
+        where = "torch.optim." if hasattr(torch.optim, name) else ""
+        code = f"optimizer = {where}{name}(model.parameters(), lr=1e-3, foreach=False)"
+        yield Candidate("optimizer", "foreach=False in the optimizer", changed, code=code, note=note)
     if group is not None:
-        title, code = f"checkpoint each of the {len(group.names)} {group.kind}", checkpoint_code(group.names)
+        title = f"checkpoint each of the {len(group.names)} {group.kind}"
+        code = explanation.step.switch or checkpoint_code(group.names)
         change = _after(situation.change, checkpointed(group.names))
         yield Candidate("checkpoint", title, replace(situation, change=change), code=code)
     if _movable(explanation) > 0.1 * at_peak.nbytes:
         yield from _plans(explanation, group)
     if situation.backend == "math":
-        code = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION): ..."
+        code = (
+            "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+            "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):\n"
+            "    output = model(batch)"
+        )
         changed = replace(situation, backend="flash")
         yield Candidate("attention", "use flash attention", changed, code=code, is_exact=False, note=_ROUNDING)
     if situation.device == "cuda" and situation.autocast is None and situation.dtype is None:
-        code = 'with torch.autocast("cuda", torch.bfloat16): ...'
+        code = 'with torch.autocast("cuda", torch.bfloat16):\n    output = model(batch)'
         changed = replace(situation, autocast=torch.bfloat16)
         yield Candidate("autocast", "autocast to bfloat16", changed, code=code, is_exact=False, note=_ROUNDING)
     batch = _batch(explanation)
     if batch > 1:
-        changed, code = replace(situation, batch=batch // 2), f"batch size {batch // 2}, two backwards for each step"
+        changed = replace(situation, batch=batch // 2)
+        code = "for half in batch.chunk(2):\n    (loss_of(model(half)) / 2).backward()\noptimizer.step()"
         note = "accumulate the gradients of two halves of the batch; a batch norm then has the statistics of each half"
         yield Candidate("batch", "half the batch, with accumulation", changed, code=code, is_exact=False, note=note)
     sharded = sum(at_peak.by_category.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
     if situation.engine.kind in ("plain", "ddp") and 2 * sharded > at_peak.nbytes:
         ranks = max(RANKS, situation.engine.world)
         changed = replace(situation, engine=EngineSpec("fsdp2", ranks))
-        code = f"disthooks explain ... --engine fsdp2 --world {ranks}"
         note = "the batch of each rank stays the same; the time of the collectives is not counted"
-        yield Candidate("shard", f"shard the model over {ranks} ranks (FSDP2)", changed, code=code, note=note)
+        yield Candidate("shard", f"shard the model over {ranks} ranks (FSDP2)", changed, note=note)
 
 
 _ROUNDING = "gradients are rounded differently"
@@ -446,18 +456,34 @@ def checkpoint_code(names: Sequence[str]) -> str:
         block = model.get_submodule(name)
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     """
-    parent = names[0].rpartition(".")[0]
-    numbered = [f"{parent}.{i}" if parent else str(i) for i in range(len(names))]
-    dotted = f"{parent}." if parent else ""
-    is_numbered = list(names) == numbered
-    which = f'[f"{dotted}{{i}}" for i in range({len(names)})]' if is_numbered else repr(list(names))
     return (
         "import functools\n"
         "from torch.utils.checkpoint import checkpoint\n"
-        f"for name in {which}:\n"
+        f"for name in {_listed(names)}:\n"
         "    block = model.get_submodule(name)\n"
         "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
     )
+
+
+def fsdp_code(units: Sequence[str]) -> str:
+    """Lines of Python that shard the modules with these names, and the rest of ``model``.
+
+    >>> print(fsdp_code(["", "layers.0", "layers.1"]))
+    from torch.distributed.fsdp import fully_shard
+    for name in [f"layers.{i}" for i in range(2)]:
+        fully_shard(model.get_submodule(name))
+    fully_shard(model)
+    """
+    names = [each for each in units if each]
+    inner = f"for name in {_listed(names)}:\n    fully_shard(model.get_submodule(name))\n" if names else ""
+    return f"from torch.distributed.fsdp import fully_shard\n{inner}fully_shard(model)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """An expression that gives ``names``, short if they are numbered."""
+    dotted = names[0].rpartition(".")[0] + "." if "." in names[0] else ""
+    is_numbered = list(names) == [f"{dotted}{i}" for i in range(len(names))]
+    return f'[f"{dotted}{{i}}" for i in range({len(names)})]' if is_numbered else repr(list(names))
 
 
 def _after(
@@ -512,6 +538,16 @@ def largest_group(explanation: Explanation) -> Group | None:
 
 # -- estimates
 
+#: The optimizers of torch that bitsandbytes has with 8-bit state.
+_EIGHT_BITS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
+#: The mean loss of tokens in eight parts, of which backward computes the logits again.
+_LOSS = """\
+from torch.utils.checkpoint import checkpoint
+def loss_of_part(hidden, labels):
+    return torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
+parts = zip(hidden.flatten(0, -2).chunk(8), labels.flatten().chunk(8))
+loss = sum(checkpoint(loss_of_part, *each, use_reentrant=False) for each in parts) / labels.numel()"""
+
 
 def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
     at_peak = explanation.peak.by_category
@@ -519,7 +555,7 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
     if logits and explanation.peak.phase != "optimizer":
         text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward needs as many bytes again"
         title = "compute the loss in chunks, or with a fused linear cross entropy"
-        yield _estimate("loss", title, text, logits, before, "a loss that has the last linear layer in it")
+        yield _estimate("loss", f"{title} (head is the last linear layer)", text, logits, before, _LOSS)
     scores = sum(
         explanation.record.allocations[each.allocation].nbytes
         for each in explanation.record.counted()
@@ -527,7 +563,9 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
     )
     if scores and explanation.peak.phase != "optimizer":
         text = f"attention saves {format_bytes(scores)} of scores; flash attention saves none of them"
-        code = 'F.scaled_dot_product_attention, or attn_implementation="sdpa"'
+        code = "output = torch.nn.functional.scaled_dot_product_attention(query, key, value)"
+        if explanation.step.switch:
+            code = f'{explanation.step.switch.rpartition(".")[0]}.set_attn_implementation("sdpa")'
         yield _estimate("attention", "use flash attention", text, scores, before, code)
     moments = at_peak.get("optimizer state", 0)
     if moments:
@@ -535,7 +573,11 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
         is_wide = explanation.situation.dtype in (None, torch.float32)
         part, saves = ("a quarter", moments * 3 // 4) if is_wide else ("half", moments // 2)
         text = f"the optimizer's state takes {format_bytes(moments)}; with 8 bits for each number it takes {part}"
-        yield _estimate("optimizer", "use an optimizer with 8-bit state", text, saves, before, "bitsandbytes")
+        name = explanation.situation.to_dict()["optimizer"]
+        kind = name if name in _EIGHT_BITS else "AdamW"
+        made = f"{kind}8bit(model.parameters(), lr=1e-3{', momentum=0.9' if kind == 'SGD' else ''})"
+        code = f"import bitsandbytes\noptimizer = bitsandbytes.optim.{made}"
+        yield _estimate("optimizer", "use an optimizer with 8-bit state", text, saves, before, code)
 
 
 def _estimate(kind: str, title: str, text: str, saves: int, before: int, code: str) -> Advice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import pathlib
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.predict.answers.advice import (
+    _LOSS,
     Advice,
     Tried,
     advise,
@@ -29,10 +31,11 @@ from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.hardware.devices import device_named
 from disthooks.predict.hardware.roofline import format_seconds
-from disthooks.predict.run import Situation
+from disthooks.predict.run import Situation, _switch
 from tests.support import oracle, zoo
 
 ROWS, WIDE, DEEP = 1 << 20, 64, 8
+ON_CPU = Situation(device="cpu", loss=oracle.loss_of)
 SAVED = ROWS * WIDE * 4  # one activation: 256 MiB
 
 
@@ -119,6 +122,48 @@ def test_the_yaml_is_read_and_does_what_was_said(
         if each.kind in ("offload", "cast"):
             again = explain_built(builder, replace(said.situation, plan=plan))
             assert again.peak_bytes == pytest.approx(each.nbytes, abs=64)
+
+
+def test_code_is_code(found: list[Advice]) -> None:
+    build = Builder(lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), (torch.empty(2, 256),))
+    heavy = explain_built(build, Situation(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)))
+    written = {each.title: each.code for each in [*found, *changes(build, heavy)] if not each.yaml}
+    assert written["use an optimizer with 8-bit state"].endswith("AdamW8bit(model.parameters(), lr=1e-3)")
+    assert "shard the model over 8 ranks (FSDP2)" in written
+    for title, code in written.items():
+        last = ast.parse(code).body[-1]
+        assert not isinstance(last, ast.Expr) or isinstance(last.value, ast.Call), title
+
+
+def test_the_code_of_a_loss_in_parts_gives_the_same_loss() -> None:
+    head, hidden, labels = nn.Linear(8, 50), torch.randn(2, 16, 8, requires_grad=True), torch.randint(50, (2, 16))
+    names: dict[str, Any] = {"torch": torch, "head": head, "hidden": hidden, "labels": labels}
+    exec(_LOSS, names)
+    whole = nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(names["loss"], whole)
+    torch.testing.assert_close(*(torch.autograd.grad(each, hidden)[0] for each in (names["loss"], whole)))
+
+
+class Switched(nn.Module):
+    """As a model of transformers 4."""
+
+    supports_gradient_checkpointing = True
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Checkpoint the layers."""
+
+
+def test_a_model_of_transformers_has_a_switch_of_its_own() -> None:
+    builder = Builder(zoo.ZOO["llama"])
+    said = explain_built(builder, ON_CPU)
+    advice = of_kind(changes(builder, said), "checkpoint")
+    assert advice.code == "model.activation_checkpointing_enable()"
+
+    def change(model: nn.Module) -> None:
+        exec(advice.code, {"model": model})
+
+    assert explain_built(builder, replace(ON_CPU, change=change)).peak_bytes == advice.nbytes
+    assert _switch(nn.Sequential(Switched())) == 'model.get_submodule("0").gradient_checkpointing_enable()'
 
 
 def test_the_top_is_sorted_and_has_each_kind_once(builder: Builder, said: Explanation) -> None:
