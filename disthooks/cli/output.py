@@ -12,10 +12,14 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 _WIDE = 100_000  # columns if stdout is no terminal, so that no line is folded
+#: Seconds between two lines of progress in a file or a pipe.
+EVERY = 5.0
 _COLOURS = {"red": "31", "green": "32", "yellow": "33"}
 
 
@@ -100,14 +104,14 @@ def line(text: str, colour: str = "", error: bool = False) -> None:
 
 
 class Begin(Protocol):
-    """Tells a progress bar what is done now."""
+    """Tells the progress what is done now."""
 
     def __call__(self, text: str, is_step: bool = True) -> None: ...
 
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Begin]:
-    """Show a progress bar if stderr is a terminal; nothing otherwise.
+    """Show on stderr what is done: a progress bar on a terminal, and a line every five seconds in a file or a pipe.
 
     Args:
         steps: how many steps there are.
@@ -117,7 +121,8 @@ def progress(steps: int) -> Iterator[Begin]:
         changes the text of the step that runs.
     """
     if not sys.stderr.isatty():
-        yield lambda text, is_step=True: None
+        with _lines() as begin:
+            yield begin
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -131,6 +136,24 @@ def progress(steps: int) -> Iterator[Begin]:
             bar.update(task, completed=begun[0] - 1, description=text)
 
         yield begin
+
+
+@contextlib.contextmanager
+def _lines() -> Iterator[Begin]:
+    """Write what is done and since when, in a thread: one prediction may take minutes."""
+    start, is_over, now = time.monotonic(), threading.Event(), ["starting"]
+
+    def tell() -> None:
+        while not is_over.wait(EVERY):
+            line(f"disthooks: {time.monotonic() - start:.0f} s: {now[-1]}", error=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield lambda text, is_step=True: now.append(text)
+    finally:
+        is_over.set()
+        teller.join()
 
 
 def document(value: object) -> None:

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import disthooks as dh
 from disthooks.cli import app as cli_app
-from disthooks.cli import doctor
+from disthooks.cli import doctor, output
 from disthooks.cli import env as env_command
 from disthooks.cli.app import app
 from disthooks.cli.doctor import problems
@@ -66,7 +66,8 @@ FROZEN = {
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules beside the tests can be imported, and nobody's launcher is told of."""
+    """Modules beside the tests can be imported, nobody's launcher is told of, and no line depends on the clock."""
+    monkeypatch.setattr(output, "EVERY", threading.TIMEOUT_MAX)
     monkeypatch.setattr(sys, "path", [str(JOBS), *sys.path])
     for name in doctor.environment():
         monkeypatch.delenv(name)
@@ -182,6 +183,21 @@ def test_colours_and_bars_are_for_terminals(tmp_path: pathlib.Path, monkeypatch:
     assert "\x1b[31mdisthooks: error: " in err
     assert "saving random tensors through each pipeline" in err  # the bar
     assert not any("\x1b" in text or "saving random" in text for text in seen[False])
+
+
+def test_a_long_command_says_in_a_pipe_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "EVERY", 0.001)
+    told = ""
+    with output.progress(2) as begin:
+        begin("predicting one step")
+        begin("batch 16: 3.0 GiB, fits", is_step=False)
+        while "fits" not in told:
+            err = capsys.readouterr()
+            assert err.out == ""
+            told += err.err
+    assert re.search(r"^disthooks: \d+ s: batch 16: 3.0 GiB, fits$", told, re.MULTILINE)
 
 
 def test_a_check_ends_in_a_verdict(tmp_path: pathlib.Path) -> None:
