@@ -14,6 +14,7 @@ from disthooks.errors import DisthooksError, as_line
 
 if TYPE_CHECKING:
     from disthooks.cli.workload import Findings, SaveEntry
+    from disthooks.saved.report import SavedReport
 
 
 def check(
@@ -115,6 +116,7 @@ def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, An
 
 def _run(model: str, entries: list[SaveEntry], findings: Findings) -> list[dict[str, Any]] | None:
     from disthooks.cli.workload import figures, reports
+    from disthooks.saved.report import SavedReport
 
     placed = [
         (name, module, entry.placed or entry.pipeline) for entry in entries for name, module in entry.modules.items()
@@ -132,7 +134,25 @@ def _run(model: str, entries: list[SaveEntry], findings: Findings) -> list[dict[
             )
         elif passed or not report.calls:
             findings.warnings.append(f"{name or 'the model'!r}: {passed or 'it was not called in this forward'}")
+    for entry in entries:
+        _find_idle(entry, sum((told[name] for name in entry.modules), SavedReport()), findings)
     return [{"module": name} | figures(report) for name, report in told.items()]
+
+
+def _find_idle(entry: SaveEntry, report: SavedReport, findings: Findings) -> None:
+    """An entry that takes nothing out of memory is an error; a warning if it might on a GPU."""
+    if not report.calls or report.stored or report.shared or report.recomputed or report.recast:
+        return
+    kept = ", ".join(f"{reason} {size(count)}" for reason, count in sorted(report.kept_by.items()))
+    if "in place" in report.kept_by:
+        findings.warnings.append(
+            f"{entry.where}: it would store nothing on this machine: its tensors are where the store would put them "
+            f"({kept})"
+        )
+        return
+    why = f"all that its modules save stays where it is ({kept})" if kept else "its modules save no tensor"
+    remedy = ": attach to modules that save more, lower at_least, or give example inputs of the real size"
+    findings.failed(f"{entry.at}: {entry.where}", f"it would store nothing: {why}{remedy if kept else ''}")
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def build():
 """
 HOOKS = """
 save:
-  - {modules: "0", at_least: 0, recompute: {kind: Recompute}, store: {kind: OnCpu}}
+  - {modules: "0", at_least: 0, recompute: {kind: Recompute}, store: {kind: OnDisk, directory: FOLDER}}
   - {modules: "1", at_least: 0, codecs: [{kind: Cast, dtype: bfloat16}], store: {kind: OnCpu}}
 watch:
   groups: {biases: "*.bias"}

@@ -396,6 +396,34 @@ def test_what_stands_in_the_way(model: str, modules: str, says: str, tmp_path: p
     assert says in " ".join(checked(tmp_path, text, model, code=1)["errors"])
 
 
+IDLE = """
+from torch import empty, nn
+
+def build():
+    frozen = nn.Linear(256, 256).requires_grad_(False)
+    return nn.Sequential(nn.Linear(256, 256), frozen, nn.Identity(), nn.Linear(256, 4)), empty(2, 256)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "store", "code", "says"),
+    [
+        ("0", "OnDisk, directory: /tmp", 1, "all that its modules save stays where it is (small 2.0 KiB)"),
+        ("1", "OnDisk, directory: /tmp", 1, "all that its modules save stays where it is (parameter 256.0 KiB)"),
+        ("2", "OnDisk, directory: /tmp", 1, "its modules save no tensor"),
+        pytest.param("0", "OnCpu", 0, "on this machine", marks=pytest.mark.skipif("torch.cuda.is_available()")),
+    ],
+)
+def test_an_idle_entry(module: str, store: str, code: int, says: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "models.py").write_text(IDLE)
+    at_least = "" if code else "at_least: 0, "
+    file = hooks(tmp_path, f"save: [{{modules: '{module}', {at_least}store: {{kind: {store}}}}}]")
+    found = json.loads(run("check", file, "--model", f"{tmp_path}/models.py:build", "--json", code=code).stdout)
+    (told,) = found["errors"] if code else found["warnings"]
+    assert "save.0: it would store nothing" in told
+    assert says in told
+
+
 def test_a_model_in_a_file_that_is_not_there(tmp_path: pathlib.Path) -> None:
     (tmp_path / "model.py").touch()
     file = hooks(tmp_path, "save: [{modules: x, store: {kind: OnCpu}}]")
