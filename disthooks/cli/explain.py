@@ -117,6 +117,8 @@ def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> 
     _say(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
     if told["plan"] is not None:
         _say(_without_plan(said, told["file"]))
+    if said.first_bytes > peak.nbytes:
+        _say(f"the first step needs {size(said.first_bytes)}: a store knows only then which tensors to move early")
     largest = sorted(peak.by_category.items(), key=lambda each: -each[1])[:2]
     parts = " and ".join(f"{nbytes / peak.nbytes:.0%} of it is {name}" for name, nbytes in largest if nbytes)
     _say(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")

@@ -305,6 +305,12 @@ class Explanation:
         """The most bytes in use at one moment of the step; with the plan if there is one."""
         return (self.planned or self.memory).peak_bytes
 
+    @functools.cached_property
+    def first_bytes(self) -> int:
+        """The most bytes in use in the first step with the plan, which has learnt nothing yet; 0 without a plan."""
+        step = self.with_plan or self.step
+        return 0 if step.first is None else Memory(step._replace(record=step.first), self.situation).peak_bytes
+
     @property
     def peak_range(self) -> tuple[int, int]:
         """The least and the most bytes that the peak may be. See [Note: a range]."""
@@ -398,7 +404,13 @@ class Explanation:
             keys = ("tensors", "stored", "moved", "shared", "recomputed", "recast", "kept")
             for name, site in report.sites.items():
                 modules.append({"module": name, "to": to} | {key: getattr(site, key) for key in keys})
-        return {"modules": modules, "warnings": list(self.warnings), **self.planned.to_dict(position.__getitem__)}
+        first = {"first": self.first_bytes}
+        return {
+            "modules": modules,
+            "warnings": list(self.warnings),
+            **first,
+            **self.planned.to_dict(position.__getitem__),
+        }
 
     def to_html(self) -> str:
         """The explanation as one HTML page, with its figures and pictures. The page needs no network."""

@@ -117,6 +117,7 @@ class Step(NamedTuple):
         planned: what the plan did; None without a plan.
         units: the names of the modules that the engine wrapped on their own.
         switch: the call that checkpoints the layers of a model of transformers, as code; "" for other models.
+        first: what happened in the first step, from which a plan learns; None without a plan.
     """
 
     record: StepRecord
@@ -124,13 +125,14 @@ class Step(NamedTuple):
     planned: Planned | None
     units: tuple[str, ...]
     switch: str
+    first: StepRecord | None = None
 
 
 def record_step(builder: Builder, situation: Situation, cost: CostOf | None = None) -> Step:
     """Run one step of the model on fake tensors, and record it.
 
     The memory of the optimizer's state is there from the beginning, as in every step but the first. With a plan the
-    second step is recorded, because a plan learns from the first one.
+    first step is recorded, too: it needs other memory, because the plan has learnt nothing yet.
 
     Raises:
         UsageError: if the model cannot be built or run in this way.
@@ -166,23 +168,23 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             found = stack.enter_context(planned(model, situation.plan, device=situation.device, clock=clock))
         with _told(f"{spec.kind} cannot take {type(model).__name__}"):
             prepared = apply_engine(model, spec, situation.optimizer)
-        run = _Run(prepared, args, kwargs, situation)
+        run = _Run(prepared, args, kwargs, situation, world)
         with _told(f"one step of {type(model).__name__}", model):
-            run.warm_up(is_whole=found is not None or spec.kind not in _TAKES_GRADIENTS)
-            if found is not None:
+            first = None
+            if found is None:
+                run.warm_up(is_whole=spec.kind not in _TAKES_GRADIENTS)
+            else:
+                first = Recorder(model)
+                run.recorded(first)
                 found.begin_step()
+            run.forget_gradients()
             recorder = Recorder(model, cost)
             for each in at_building:
                 recorder.assumed(*each)
             fakes.tell(recorder.assumed)
-            if world is not None:
-                world.around_propagation = recorder.paused
             moments.append(recorder.moment)
-            recorder.adopt([args, kwargs], "inputs")
-            _adopt(recorder, prepared)
-            with recorder:
-                state = run.step(recorder)
-        return Step(recorder.record, state, found, prepared.units, switch)
+            state = run.recorded(recorder)
+        return Step(recorder.record, state, found, prepared.units, switch, first and first.record)
 
 
 def _switch(model: nn.Module) -> str:
@@ -200,26 +202,39 @@ def _now(moments: list[Callable[[], int]]) -> int:
 class _Run:
     """A model that an engine has taken, with its inputs."""
 
-    def __init__(self, prepared: Prepared, args: Any, kwargs: Any, situation: Situation) -> None:
+    def __init__(
+        self, prepared: Prepared, args: Any, kwargs: Any, situation: Situation, world: FakeWorld | None
+    ) -> None:
         self._prepared, self._args, self._kwargs, self._situation = prepared, args, kwargs, situation
+        self._world = world
 
     def warm_up(self, is_whole: bool) -> None:
         """Make the optimizer's state; by a whole step if ``is_whole``."""
         prepared = self._prepared
-        if is_whole and (prepared.optimizer is not None or self._situation.plan is not None):
+        if prepared.optimizer is None:
+            return
+        if is_whole:
             self._backward(self._forward())
-            if prepared.optimizer is not None:
-                prepared.step()
-        elif prepared.optimizer is not None:
+        else:
             for group in prepared.optimizer.param_groups:
                 for weight in group["params"]:
                     weight.grad = torch.empty_like(weight)
-            prepared.step()
-        for weight in prepared.model.parameters():
+        prepared.step()
+
+    def forget_gradients(self) -> None:
+        for weight in self._prepared.model.parameters():
             weight.grad = None
 
-    def step(self, recorder: Recorder) -> dict[str, int]:
+    def recorded(self, recorder: Recorder) -> dict[str, int]:
         """Record a step; give the bytes that are held after its backward."""
+        if self._world is not None:
+            self._world.around_propagation = recorder.paused
+        recorder.adopt([self._args, self._kwargs], "inputs")
+        _adopt(recorder, self._prepared)
+        with recorder:
+            return self._step(recorder)
+
+    def _step(self, recorder: Recorder) -> dict[str, int]:
         prepared = self._prepared
         recorder.begin("forward")
         with recorder.saving():

@@ -9,9 +9,10 @@
 #
 # [Note: what advice costs]
 # A change may add computation. Its time is the time of the step with the change, minus the time without it; both are
-# those of `phase_seconds`, as `explain` says them. A transfer runs beside the computation, so it costs only the time by
-# which it is longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed
-# step. Bytes count half if the change gives other gradients or needs more devices, or if they are estimated.
+# those of `phase_seconds`, as `explain` says them. The speed of a link comes from the table of devices, and that of a
+# disk is assumed. A transfer runs beside the computation, so it costs only the time by which it is longer than the
+# step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step. Bytes count half if the
+# change gives other gradients or needs more devices, or if they are estimated.
 
 from __future__ import annotations
 
@@ -44,6 +45,8 @@ from disthooks.predict.run import Situation, Step, record_step
 USUAL = "h100"
 #: The directory in YAML: it exists. The user may have a faster disk.
 DISK = tempfile.gettempdir()
+#: Bytes a second that a disk is assumed to write and to read. Nothing here measures it.
+DISK_SPEED = 1e9
 #: Advice that saves a smaller part of the peak than this is not given.
 LEAST = 0.02
 #: Ranks of the advice to shard.
@@ -279,10 +282,10 @@ class Trial:
         link, cost = 0.0, ""
         moved = max(0, stored - candidate.stays) if candidate.kind in ("offload", "tiers") else 0
         if moved:
-            link = self._device.offload_seconds(moved)
+            link, where = self._transfer(moved)
             cost = (
-                f"{format_bytes(moved)} go out and come back; that takes {format_seconds(link)} on the link "
-                f"({self._device.link}), and the computation beside it {format_seconds(self._seconds)}"
+                f"{format_bytes(moved)} go out and come back; that takes {format_seconds(link)} {where}, and the "
+                f"computation beside it {format_seconds(self._seconds)}"
             )
         elif compute > 0.001 * self._seconds:
             after, before = format_seconds(self._seconds + compute), format_seconds(self._seconds)
@@ -319,6 +322,16 @@ class Trial:
         is_worse = advice.is_estimate or not advice.is_exact or advice.kind == "shard"  # it needs more devices
         part = 0.5 if is_worse else 1.0
         return part * advice.saves / (self._seconds + advice.seconds or 1.0)
+
+    def _transfer(self, nbytes: int) -> tuple[float, str]:
+        """How long ``nbytes`` take to their place and back, and on what."""
+        is_host = self._explanation.situation.device == "cuda"
+        link = self._device.offload_seconds(nbytes) if is_host else 0.0
+        disk = 2 * max(0, nbytes - HOST * is_host) / DISK_SPEED
+        if disk > link:
+            speed = f"{DISK_SPEED / 1e9:.0f} GB/s"
+            return disk, f"if the disk moves {speed} (its speed is unknown; disthooks env measures it)"
+        return link, f"on the link ({self._device.link})"
 
     def _seconds_of(self, record: StepRecord) -> float:
         """The seconds of a step whose record was made with costs."""

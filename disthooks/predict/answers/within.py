@@ -5,8 +5,10 @@
 # the same with outputs of linear layers. Each has one number, the bytes of saved tensors that stay on the device. The
 # first run has 0 of them. A limit that is larger by some bytes makes the peak larger by no more than these and a
 # tensor, so each further run adds what the last one left of the budget, until one is over it. From then on the limit is
-# searched by halves. The way that adds the least time is the answer. Times are those of the advice: of the operators by
-# a table of devices, and of the link as far as it is longer than the step.
+# searched by halves. The first step counts, too: a store does not know in it what will be saved, so it moves the first
+# saved when its limit is reached, and not from the first put on. The way that adds the least time is the answer. Times
+# are those of the advice: of the operators by a table of devices, and of the transfer as far as it is longer than the
+# step.
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def plan_within(
     if explanation.peak_bytes <= budget:
         return None
     runs: list[Advice] = []
-    trial = Trial(builder, explanation, None, lambda said: said.peak_bytes, progress, {}, least=0.0)
+    trial = Trial(builder, explanation, None, lambda said: max(said.peak_bytes, said.first_bytes), progress, {}, 0.0)
     found = [best for way in _WAYS if (best := _largest(trial, explanation, way, budget, runs)) is not None]
     if not found:
         least = min((each.nbytes for each in runs), default=explanation.peak_bytes)
@@ -73,13 +75,13 @@ def plan_within(
 
 def _largest(trial: Trial, explanation: Explanation, way: str, budget: int, runs: list[Advice]) -> Advice | None:
     """The advice with the most saved tensors on the device that keeps the budget; None if none does."""
-    best, stays, last, fits, fails = None, 0, -1, 0, -1
+    best, stays, last, fits, fails = None, 0, "", 0, -1
     for _ in range(_RUNS):
         run = trial.of(_candidate(explanation, way, stays))
         left = budget - run[0].nbytes if run else -1
-        if not run or (left >= 0 and run[0].nbytes == last):  # all that is left to move stays already
+        if not run or (left >= 0 and run[0].text == last):  # all that is left to move stays already
             break
-        last = run[0].nbytes
+        last = run[0].text
         runs += run
         if left >= 0:
             best, fits = run[0], stays
