@@ -90,7 +90,7 @@ def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | No
     predicted = None
     if (beside := file.with_name("explain.json")).is_file():  # of `disthooks explain --json`
         with contextlib.suppress(OSError, ValueError):
-            predicted = json.loads(beside.read_text(encoding="utf-8"))
+            predicted = json.loads(beside.read_text(encoding="utf-8"), parse_int=float)  # of any length
     if log.runs:
         told = page_document(log.runs[-1], str(file), notes, other, predicted if isinstance(predicted, dict) else None)
     else:

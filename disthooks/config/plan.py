@@ -39,7 +39,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
-from disthooks.saved.fit import FREE, Fitted, as_budget
+from disthooks.saved.fit import FREE, STATE, Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
@@ -137,12 +137,15 @@ class Prepared(Attachment):
         """
         check_state(state)
         watched = {key: value for key, value in state.items() if key != "fit"}
+        fitted = self.saving.fitted if self.saving is not None and "fit" in state else None
+        if fitted is not None:
+            check_state(state["fit"], *STATE)  # before anything changes
         if self.gradients is not None:
             self.gradients.load_state_dict(watched)
         elif watched:
             raise UsageError("the state is of a configuration with 'watch', and this one has none")
-        if self.saving is not None and self.saving.fitted is not None and "fit" in state:
-            self.saving.fitted.load_state_dict(state["fit"])
+        if fitted is not None:
+            fitted.load_state_dict(state["fit"])
 
 
 _NOWHERE = Source("the plan", {})

@@ -63,6 +63,8 @@ _OTHERS = 0.05
 _PROGRAMS = 8
 # Reasons to keep a saved tensor that takes no memory, because it lies there anyway.
 _WEIGHTS = ("parameter", "buffer")
+#: What stands in a state of ``fit``.
+STATE = ("needs", "least", "again", "layers")
 #: The budget that is found at the first forward.
 FREE = "free"
 
@@ -244,7 +246,7 @@ class Fitted(Attachment):
         Raises:
             UsageError: when ``state`` is no such state.
         """
-        check_state(state, "needs", "least", "again", "layers")
+        check_state(state, *STATE)
         self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
         self._least = dict(state["least"])
         self._again.load_state_dict(state["again"])

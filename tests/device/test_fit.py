@@ -431,14 +431,19 @@ def test_with_as_many_bytes_as_are_missing_nothing_moves(device: torch.device) -
 
 
 def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device) -> None:
-    plan = dh.from_config({"budget": "24 MiB", "fit": True, "save": [{"modules": "*", "store": {"kind": "OnCpu"}}]})
+    entry = {"modules": "*", "store": {"kind": "OnCpu"}}
+    rules = {"rules": [{"kind": "ClipPercentile"}]}
+    plan = dh.from_config({"budget": "24 MiB", "fit": True, "save": [entry], "watch": rules})
     first = Run("decoder", device)
-    with plan.prepare(first.model) as prepared:
+    with plan.prepare(first.model, first.optimizer) as prepared:
         for _ in range(3):
             first.step()
         state = prepared.state_dict()
     run = Run("decoder", device)
-    with plan.prepare(run.model) as prepared:
+    with plan.prepare(run.model, run.optimizer) as prepared:
+        with pytest.raises(dh.errors.UsageError):
+            prepared.load_state_dict({**state, "fit": {}})
+        assert prepared.gradients.steps == 0  # nothing is changed then
         prepared.load_state_dict(state)
         run.step()
         assert prepared.saving.fitted.report().limit > 1 << 20

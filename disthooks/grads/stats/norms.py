@@ -36,8 +36,8 @@ from disthooks.grads.stats.scan import compute_facts
 
 _ROW = 1024  # elements of a row; the norm of each row is summed in float32
 # The most elements of one piece that torch sums in float32 on the CPU. In a piece of this length random elements lose
-# 2e-7 of the norm, and equal elements lose 2e-5 at most. For half precision torch keeps fewer partial sums at a time,
-# so pieces are shorter.
+# 2e-7 of a sum of squares and 2e-6 of a sum of magnitudes, and equal elements lose 2e-5 at most. For half precision
+# torch keeps fewer partial sums at a time, so pieces are shorter.
 _PIECE = {torch.float16: 2**12, torch.bfloat16: 2**12}
 _LONGEST = 2**15
 _LARGE = 2**17  # gradients with more elements are cut into rows, because torch shares rows between the cores

@@ -825,6 +825,13 @@ def test_report_names_a_rule_only_if_the_run_has_it_not(rules: list[str], tmp_pa
     assert ("SkipNonFinite leaves such steps out" in culprit["advice"]) == (not rules)
 
 
+def test_a_prediction_beside_the_log_may_hold_anything(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "explain.json").write_text('{"plan": {"modules": [{"moved": %s}, 3, {"moved": "x"}]}}' % ("9" * 400))
+    said(tmp_path, [{"step": at, "saved/moved_per_step": 5.0, "saved/moved": 5.0 * at} for at in range(3)])
+    run("report", tmp_path, "-o", tmp_path / "page.html")
+    assert (tmp_path / "page.html").is_file()
+
+
 def test_report_says_what_was_not_looked_at(tmp_path: pathlib.Path) -> None:
     records: list[dict[str, Any]] = [{"step": 10 * i, "grad_norm": 1.0} for i in range(6)]
     records[0]["about"] = {"every": 10, "ranks": 2}
