@@ -54,7 +54,7 @@ from disthooks.report.log import read
 from disthooks.report.timeline import timeline
 
 LAYERS, WIDTH, TOKENS, BATCH = 3, 32, 32, 4
-STEPS, LONG = 70, 300  # of a training of which every step is logged, and of one of which every tenth is
+STEPS, LONG = 70, 220  # of a training of which every step is logged, and of one of which every tenth is
 FACTOR = 256.0
 KINDS = ("forward", "backward", "gradient", "state", "batch", "rate", "slow", "seed", "dead", "nan", "weight", "two")
 ENGINES = ("ddp", "fsdp2", "zero2")
@@ -145,7 +145,7 @@ def draw(seed: int, kind: str, world: int, way: Way) -> tuple[Fault, ...]:
 def draw_one(seed: int, kind: str, world: int, steps: int) -> Fault:
     """A fault of ``kind``, in the last two thirds of the steps."""
     chance = random.Random(seed)
-    begin = 25 if steps == STEPS else 200
+    begin = 25 if steps == STEPS else 150
     step, rank, where = chance.randrange(begin + 10, steps - 15), chance.randrange(world), chance.choice(PRODUCTS)
     more, amount = "", 0.0
     if kind == "batch":
@@ -154,6 +154,7 @@ def draw_one(seed: int, kind: str, world: int, steps: int) -> Fault:
         amount = chance.choice((4.0, 10.0, 30.0))
     elif kind == "slow":
         more, amount = chance.choice(("input", "forward")), chance.uniform(0.15, 0.3)
+        step -= 60 if steps == LONG else 0  # so that some steps after it are logged
     elif kind == "seed":
         step, rank = 0, chance.randrange(1, world)
     elif kind == "nan":

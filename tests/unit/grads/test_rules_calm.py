@@ -16,10 +16,10 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import ConfigError, UsageError
-from disthooks.report.culprit import culprits
 from disthooks.report.document import happenings
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
+from disthooks.report.timeline import timeline
 from tests.support.engines import close
 from tests.support.rules import normed
 
@@ -168,7 +168,7 @@ def test_a_spike_is_said_in_one_sentence(every: int, tmp_path: pathlib.Path) -> 
             weight.grad = torch.tensor(500.0 if step == 40 else 1.0 + 0.1 * (step % 3))
             optimizer.step()
     (run,) = read(tmp_path / "run.jsonl").runs
-    told = [text for text in verdict(run, culprits(run)) if "skipped" in text]
+    told = [text for text in verdict(run, timeline(run)) if "skipped" in text]
     assert len(told) == 1
     assert told[0].startswith("Step 40: ")
     assert told[0].endswith("the step was skipped as a spike.")
