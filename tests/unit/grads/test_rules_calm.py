@@ -19,7 +19,7 @@ from disthooks.errors import ConfigError, UsageError
 from disthooks.report.document import happenings
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
-from disthooks.report.timeline import timeline
+from disthooks.report.timeline import Timeline, timeline
 from tests.support.engines import close
 from tests.support.rules import normed
 
@@ -152,7 +152,7 @@ def test_a_spike_is_in_the_log_in_any_case(tmp_path: pathlib.Path) -> None:
     assert "nonfinite_params" not in seen[1]
     assert watch.nonfinite_steps == 0
     (run,) = read(tmp_path / "run.jsonl").runs
-    assert "1 step was skipped as a spike, the first at step 7." in verdict(run, [])
+    assert "1 step was skipped as a spike, the first at step 7." in verdict(run, Timeline([], [], []))
     assert [(each["step"], each["text"]) for each in happenings(run, [])] == [
         (7, "The step was a spike, and was skipped.")
     ]
