@@ -312,6 +312,11 @@ class Explanation:
         return 0 if step.first is None else Memory(step._replace(record=step.first), self.situation).peak_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """The most bytes in use in any step: with a plan the first one may need more than the others."""
+        return max(self.peak_bytes, self.first_bytes)
+
+    @property
     def peak_range(self) -> tuple[int, int]:
         """The least and the most bytes that the peak may be. See [Note: a range]."""
         return (self.planned or self.memory).peak_range

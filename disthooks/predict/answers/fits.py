@@ -48,8 +48,8 @@ _CALLED: dict[What, str] = {"batch": "batch", "seq": "sequence"}
 
 
 def peak(explanation: Explanation) -> int:
-    """The peak of the step, in bytes. :func:`fits` compares it with the limit, unless ``measure`` is given."""
-    return explanation.peak_bytes
+    """The highest peak of all steps, in bytes. :func:`fits` compares it with the limit, unless ``measure`` is given."""
+    return explanation.needed_bytes
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class _Search:
         nbytes = self._measure(explanation)
         moments: tuple[int, ...] = (nbytes,)
         if self._measure is peak:
-            moments = tuple(each.total for each in explanation.timeline.samples)
+            moments = (*(each.total for each in explanation.timeline.samples), explanation.first_bytes)
         step = explanation.with_plan or explanation.step
         probe = Probe(size, nbytes, "", moments, len(step.record.operators))
         self._probes[size] = probe
