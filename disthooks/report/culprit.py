@@ -1,11 +1,11 @@
-"""``Culprit``: what went wrong in a run: the kind, the module or parameter, the rank, the steps, and the evidence."""
+"""``Culprit``: what went wrong in a run, with the evidence; ``Timeline``: all of it, and what the log cannot show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,20 @@ class Culprit:
         fields = dict(vars(self))
         del fields["what"]
         return fields | {"text": self.text}
+
+
+class Timeline(NamedTuple):
+    """What a log tells of a run.
+
+    Attributes:
+        culprits: what went wrong, in the order of steps.
+        looked_at: what the log has numbers of, in words.
+        unseen: sentences about what it cannot show.
+    """
+
+    culprits: list[Culprit]
+    looked_at: list[str]
+    unseen: list[str]
 
 
 def steps_said(first: int, last: int) -> str:

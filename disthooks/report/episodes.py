@@ -152,7 +152,7 @@ def _leads(run: Run, at: int, name: str, place: int | None = None) -> bool:
     """Whether the largest number of a rank is far above those of the others on average."""
     of = "" if place is None else "param"
     most = values_of(run, of, f"{name}/max_rank")
-    if most is None or (run.ranks or 1) < 2:
+    if most is None or (run.ranks or 2) < 2:
         return False
     if name not in ("loss", "grad_norm"):  # of the largest elements there is no mean
         return True

@@ -13,12 +13,10 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from disthooks.report.culprit import Timeline
 from disthooks.report.log import Run, number
-
-if TYPE_CHECKING:
-    from disthooks.report.timeline import Timeline
 
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]

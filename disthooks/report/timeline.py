@@ -19,9 +19,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from disthooks.report.culprit import Culprit, module_of, whole
+from disthooks.report.culprit import Culprit, Timeline, module_of, whole
 from disthooks.report.episodes import cause_of, episodes, rank_of, times
 from disthooks.report.known import known
 from disthooks.report.log import Run
@@ -37,20 +36,6 @@ _RULE = {
     "nonfinite": ("SkipNonFinite", "SkipNonFinite leaves such steps out."),
     "batch": ("ClipNorm", "ClipNorm bounds what such a batch does."),
 }
-
-
-class Timeline(NamedTuple):
-    """What a log tells of a run.
-
-    Attributes:
-        culprits: what went wrong, in the order of steps.
-        looked_at: what the log has numbers of, in words.
-        unseen: sentences about what it cannot show.
-    """
-
-    culprits: list[Culprit]
-    looked_at: list[str]
-    unseen: list[str]
 
 
 @functools.lru_cache(maxsize=2)

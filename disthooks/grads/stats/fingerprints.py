@@ -235,8 +235,7 @@ class Fingerprints(Stat):
             recorded[f"fingerprint/input/module/{name}"] = _text(row[:half])
             recorded[f"fingerprint/output/module/{name}"] = _text(row[half:])
         for name, mine, final, before, then in zip(found.names, own, grads, start, after, strict=True):
-            if not found.step:
-                recorded[f"fingerprint/start/param/{name}"] = _text(before)
+            recorded[f"fingerprint/start/param/{name}"] = None if found.step else _text(before)
             recorded[f"fingerprint/own/param/{name}"] = _text(mine)
             recorded[f"fingerprint/grad/param/{name}"] = _text(final)
             recorded[f"fingerprint/update/param/{name}"] = _text(then)

@@ -16,10 +16,11 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import ConfigError, UsageError
+from disthooks.report.culprit import Timeline
 from disthooks.report.document import happenings
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
-from disthooks.report.timeline import Timeline, timeline
+from disthooks.report.timeline import timeline
 from tests.support.engines import close
 from tests.support.rules import normed
 

@@ -18,13 +18,13 @@ from disthooks.predict.answers.advice import (
     Advice,
     Tried,
     advise,
-    as_yaml,
     changes,
     cheapest,
     groups,
     largest_group,
     what_if,
 )
+from disthooks.predict.answers.snippets import as_yaml
 from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
@@ -214,7 +214,7 @@ def test_the_cheapest_change_fits_and_is_exact_if_one_is(builder: Builder, said:
 @pytest.mark.second_tier
 def test_a_checkpoint_saves_in_a_real_step_what_was_said() -> None:
     """On the CPU, counted: the same change of the same model, for real."""
-    from disthooks.predict.answers.advice import checkpoint_code
+    from disthooks.predict.answers.snippets import checkpoint_code
 
     situation = Situation(device="cpu", loss=oracle.loss_of)
     builder = Builder(zoo.ZOO["gpt2"])
