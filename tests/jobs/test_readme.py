@@ -341,3 +341,15 @@ def test_the_guide_for_one_wrong_rank_names_it(fault: str, says: str, folder: pa
         done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
         assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(says, done.stdout), done.stdout
+
+
+def test_the_guide_for_a_run_that_diverged_shows_what_comes(folder: pathlib.Path) -> None:
+    page = "docs/guides/diverged.md"
+    (folder / "runs" / "gradients.jsonl").unlink()
+    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
+    calls = [[sys.executable, "-c", _run(page, "python")[0].text], ["bash", "-c", COMMANDS + _run(page, "sh")[0].text]]
+    for call in calls:
+        done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (shown,) = _run(page, "text")
+    assert shown.text.strip() in done.stdout
