@@ -137,7 +137,7 @@ def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
     _assert_kept(four(_both, "fsdp2", str(tmp_path)))
 
 
-@pytest.mark.full_tier(engine=("ddp", "fsdp1", "zero2"))
+@pytest.mark.full_tier(engine=("ddp", "fsdp1", "zero2", "zero3"))
 @pytest.mark.first_tier(engine=("ddp, joined",))
 @pytest.mark.parametrize(
     ("engine", "layers"),

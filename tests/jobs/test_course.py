@@ -66,6 +66,7 @@ json.dump(outputs, sys.stdout)
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(page=("11-resnet-152.md",))
 @pytest.mark.parametrize("page", LESSONS)
 def test_a_lesson_prints_what_it_shows(page: str, tmp_path: pathlib.Path) -> None:
     blocks = _blocks(page)

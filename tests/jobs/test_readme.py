@@ -164,6 +164,9 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
 
 RUNNER = """
 import json, sys, torch
+if "deepspeed" in sys.argv[1]:
+    import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
 for page, line, text in json.load(sys.stdin):
     print("--", page, line, flush=True)
     exec(compile("\\n" * (line - 1) + text, page, "exec"), {"__name__": "__main__"})
@@ -178,7 +181,7 @@ def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
     """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
     given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
     env = _environment(folder) | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", RUNNER]
+    command = [sys.executable, "-W", "ignore", "-c", RUNNER, page]
     done = subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
 

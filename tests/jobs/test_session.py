@@ -512,6 +512,7 @@ lightning.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", **
 """
 
 
+@pytest.mark.full_tier
 def test_processes_that_lightning_starts_are_not_waited_for(tmp_path: pathlib.Path) -> None:
     (tmp_path / "disthooks.yaml").write_text("watch: {every: 1, stats: [{kind: Norm}]}")
     (tmp_path / "lit.py").write_text(LIGHTNING)

@@ -169,6 +169,7 @@ def test_a_file_that_is_not_there(folder: pathlib.Path, fork: Callable[..., Outc
         assert _error(*outcome).startswith("ConfigError: there is no configuration: give the path of one")
 
 
+@pytest.mark.full_tier
 def test_under_torchrun(folder: pathlib.Path) -> None:
     names = ("a misspelt store", "a pattern without match", "a budget below the weights")
     with concurrent.futures.ThreadPoolExecutor() as pool:
