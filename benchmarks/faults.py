@@ -47,6 +47,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import disthooks as dh
 from disthooks.report.culprit import Culprit
@@ -298,9 +300,9 @@ def wrap(model: Gpt, engine: str) -> tuple[Any, Any]:
         )
         return made[0], made[0]
     if engine == "fsdp2":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in [*model.blocks, model]:
-            dist.fsdp.fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
     return nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=2e-3)
 
@@ -333,7 +335,9 @@ def step_of(
 def work(rank: int, world: int, port: int, cases: list[Case], folder: str) -> None:
     """All trainings of one rank."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
+    )
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  what the watchers say of each fault
     dist.init_process_group("gloo")
     text, vocabulary = corpus()
@@ -382,6 +386,9 @@ def knows(way: Way, fault: Fault, world: int) -> set[str]:
             return set()
         # Of two copies it can be unknown which is right.
         return everything - ({"rank"} if world == 2 else set()) - ({"where"} if kind == "seed" else set())
+    sees_outputs = way.statistics == "full" or (way.statistics == "readme" and fault.step % 10 == 0)
+    if kind == "nan" and fault.more == "forward" and not sees_outputs:
+        everything -= {"where"}  # which output it was is known if the outputs of this step are logged
     if way.statistics == "standard":
         found = everything if kind == "nan" else set()
         has_copies = kind == "weight" and way.engine == "ddp" and way.checks
@@ -448,7 +455,8 @@ def run_all(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, An
     kinds = arguments.kinds or KINDS
     for way in arguments.ways:
         for number in range(arguments.faults):
-            seed, world, kind = arguments.seed + number, worlds[number // len(kinds) % 3], kinds[number % len(kinds)]
+            seed, world = arguments.seed + number, worlds[(number + number // len(kinds)) % 3]
+            kind = kinds[number % len(kinds)]
             if (way.engine == "fsdp2" and kind in ("gradient", "seed")) or (
                 way.engine == "zero2" and kind in ("state", "seed")
             ):

@@ -16,8 +16,9 @@ The terminal, ``--json``, the page and ``disthooks watch`` say what is in this o
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from disthooks.report.culprit import Culprit, Timeline, module_of, whole
@@ -42,26 +43,26 @@ _RULE = {
 def timeline(run: Run) -> Timeline:
     """What went wrong in ``run``, and what its log cannot show. See [Note: cause and consequence]."""
     found = [_placed(run, culprit) if culprit.kind == "replicas" else culprit for culprit in known(run)]
-    records = {step: at for at, step in enumerate(run.steps)}
+    place = functools.partial(bisect.bisect_left, run.steps)  # of the first record from a step on
     for episode in episodes(events(run)):
-        if any(_explains(culprit, records, episode) for culprit in found):
+        if any(_explains(culprit, place(culprit.step), episode) for culprit in found):
             continue
         cause = cause_of(run, episode)
-        for culprit in [each for each in found if _comes_of(each, records, episode)]:
+        for culprit in [each for each in found if _comes_of(each, place(each.step), episode)]:
             found.remove(culprit)
             cause = replace(cause, evidence=[*cause.evidence, f"Then: {culprit.text}"])
         found.append(cause)
-    found = list(_with_consequences(found, records))
+    found = list(_with_consequences(found, place))
     has = str(run.about.get("rules"))
     found = [_finished(run, culprit, has) for culprit in found]
     return Timeline(sorted(found, key=lambda culprit: culprit.step), list(looked_at(run)), list(unseen(run)))
 
 
-def _with_consequences(found: Sequence[Culprit], records: dict[int, int]) -> Iterator[Culprit]:
+def _with_consequences(found: Sequence[Culprit], place: Callable[[int], int]) -> Iterator[Culprit]:
     """The culprits, without those that came of copies that differ or of a learning rate, which are told with these."""
 
     def comes_of(effect: Culprit, cause: Culprit) -> bool:
-        after = records.get(effect.step, 0) - records.get(cause.step, 0)
+        after = place(effect.step) - place(cause.step)
         is_there = cause.kind in ("replicas", "weights", "learning rate") and 0 <= after <= _AFTERWARDS
         is_rank = effect.rank is None or cause.rank in (None, effect.rank)
         return is_there and is_rank and effect.kind in (*_CONSEQUENCES, "forward")
@@ -72,20 +73,18 @@ def _with_consequences(found: Sequence[Culprit], records: dict[int, int]) -> Ite
             yield replace(culprit, evidence=[*culprit.evidence, *then])
 
 
-def _explains(culprit: Culprit, records: dict[int, int], episode: Sequence[Event]) -> bool:
-    """Whether what is known for certain explains the jumps of an episode."""
+def _explains(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
+    """Whether what is known for certain, of record ``at``, explains the jumps of an episode."""
     begin = episode[0]
     if culprit.kind in ("replicas", "weights"):
         return culprit.step <= begin.step
-    at = records.get(culprit.step, 0)
     if culprit.kind == "forward":
         return at == begin.at  # an output that overflowed is the jump itself
     return culprit.kind in _CERTAIN and at <= begin.at <= at + _AFTERWARDS
 
 
-def _comes_of(culprit: Culprit, records: dict[int, int], episode: Sequence[Event]) -> bool:
-    """Whether something certain came of the jumps of an episode, which began before."""
-    at = records.get(culprit.step, 0)
+def _comes_of(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
+    """Whether something certain, of record ``at``, came of the jumps of an episode, which began before."""
     return culprit.kind in _CONSEQUENCES and episode[0].at < at <= episode[-1].at + 1
 
 
@@ -116,7 +115,8 @@ def _placed(run: Run, culprit: Culprit) -> Culprit:
 
 def _is_of(run: Run, event: Event, culprit: Culprit) -> bool:
     """Whether a jump came with the change of a copy: of its module's output or one behind, or of its update."""
-    if not culprit.first <= event.step <= culprit.step or culprit.rank not in (None, event.rank):
+    is_other = event.rank is not None and culprit.rank not in (None, event.rank)
+    if is_other or not culprit.first <= event.step <= culprit.step:
         return False
     if event.signal.of == "module":
         names = run.names["module"]

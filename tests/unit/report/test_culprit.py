@@ -124,3 +124,58 @@ def test_a_training_whose_loss_alone_is_nan(tmp_path: pathlib.Path) -> None:
         told = CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]]).stdout
         assert found.text in told
         assert "Nothing stands out" not in told
+
+
+def lines_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """A log of 60 steps of a run without a fault."""
+    lines = [json.loads(line) for line in log(folder / "a.jsonl", steps=60, layers=6).read_text().splitlines()]
+    sound = ("nonfinite", "nonfinite_at", "nonfinite_ranks", "grad_norm", "param", "module")
+    for line in lines:
+        line |= {name: lines[20][name] for name in sound if name in lines[20]}
+        line.pop("nonfinite_at", None)
+        line.pop("nonfinite_ranks", None)
+    return lines
+
+
+NAN = {"nonfinite": 3, "nonfinite_at": [{"param": "blocks.1.a.weight", "rank": 1}], "nonfinite_ranks": [1]}
+
+
+def jumped(line: dict[str, Any]) -> dict[str, Any]:
+    """The record with outputs of blocks.0.d on rank 1 that are a hundred times larger."""
+    largest = [100 * each if place == 3 else each for place, each in enumerate(line["module"]["activation_max"])]
+    return line | {"module": line["module"] | {"activation_max": largest}}
+
+
+def test_a_run_without_a_fault(tmp_path: pathlib.Path) -> None:
+    assert found_in(tmp_path, lines_of(tmp_path)) == []
+
+
+@pytest.mark.parametrize("until", [40, 44])
+def test_a_nan_that_comes_while_a_jump_lasts_came_of_it(until: int, tmp_path: pathlib.Path) -> None:
+    """One that comes ten steps after the jump is over is a thing by itself."""
+    lines = lines_of(tmp_path)
+    for at in range(34, until):
+        lines[at] = jumped(lines[at])
+    lines[44] |= NAN
+    found = found_in(tmp_path, lines)
+    assert [(each.kind, each.step) for each in found] == [("forward", 34), ("nonfinite", 44)][: 1 if until == 44 else 2]
+    then = [text for text in found[0].evidence if text.startswith("Then: Step 44: gradients were not finite on rank 1")]
+    assert len(then) == (until == 44)
+
+
+def test_a_nan_after_copies_began_to_differ_came_of_that(tmp_path: pathlib.Path) -> None:
+    lines = lines_of(tmp_path)
+    differs = {"replicas/differ": 1, "replicas/names": ["blocks.0.d.weight"], "replicas/ranks": [0, 1]}
+    for at, line in enumerate(lines):
+        line |= {"replicas/compared": 6, "replicas/steps": at // 10 * 10}
+        line |= differs if at >= 40 else {"replicas/differ": 0}
+    lines[34] = jumped(lines[34])
+    lines[41] |= NAN
+    lines[50] |= {"loss": math.inf}
+    (found,) = found_in(tmp_path, lines)
+    assert (found.kind, found.first, found.step, found.rank) == ("replicas", 34, 34, 1)
+    assert found.text == (
+        "Step 34 on rank 1: the output of blocks.0.d jumped to 100 times its usual size, and the comparison after step "
+        "39 showed that blocks.0.d.weight differs from the copies on other ranks."
+    )
+    assert [text.partition(": ")[0] for text in found.evidence[1:]] == ["Then", "Then"]
