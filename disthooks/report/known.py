@@ -106,7 +106,7 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
         return _overflowed(run, jumped, "gradients", evidence)
     ranks: list[int] = record.get("nonfinite_ranks", [])
     first: dict[str, Any] = next(iter(record.get("nonfinite_at", ())), {})
-    rank = ranks[0] if len(ranks) == 1 else first.get("rank")
+    rank = first.get("rank") if not ranks else ranks[0] if len(ranks) == 1 else None
     name = first.get("param", "")
     if record.get("nonfinite_params", 2) > 1 and first.get("before"):  # backward goes from the last one to the first
         name = module_of(first["before"])
@@ -221,19 +221,20 @@ def _slow(run: Run) -> Iterator[Culprit]:
         most = values_of(run, "", f"{phase}_seconds/max_rank")
         if most is None:
             continue
-        is_slow = (most[:, 0] - others[phase] > share * step).tolist()
-        who = [
-            rank if far else None for rank, far in zip(run.labels(f"{phase}_seconds/argmax_rank"), is_slow, strict=True)
-        ]
+        leads = ((most[:, 0] - others[phase]) / step).tolist()
+        ranks = run.labels(f"{phase}_seconds/argmax_rank")
+        who = [rank if lead > share else None for rank, lead in zip(ranks, leads, strict=True)]
         for rank, group in itertools.groupby(range(len(who)), key=who.__getitem__):
             places = list(group)
             if isinstance(rank, int) and len(places) >= many:
+                # It may have begun with a smaller lead.
+                while places[0] and ranks[places[0] - 1] == rank and leads[places[0] - 1] > _SLOW[-1][0]:
+                    places.insert(0, places[0] - 1)
                 takes, rest = (statistics.median(column[places].tolist()) for column in (most[:, 0], others[phase]))
                 what = (
                     f"its {phase} takes {seconds(takes)}, that of the other ranks {seconds(rest)}, for {len(places)} "
                     "logged steps: the rank is slow"
                 )
-                steps = (begun(run, most, places[0]), run.steps[places[0]])
-                found = made("slow", steps, phase, rank, what)
+                found = made("slow", (begun(run, most, places[0]), run.steps[places[0]]), phase, rank, what)
                 yield replace(found, advice=_ADVICE[phase])
                 return
