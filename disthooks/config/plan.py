@@ -38,6 +38,7 @@ from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
+from disthooks.grads.sinks.base import WhenRead
 from disthooks.saved.attach import Saving, save_activations
 from disthooks.saved.fit import FREE, STATE, Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
@@ -493,7 +494,7 @@ def attach(
         known = cast(Plan, plan)
         watchers = known.look(model, optimizer, team.engine)
         also: list[Any] = [saving] if saving else []
-        also += [watchers.numbers] if watchers else []
+        also += [WhenRead(watchers.numbers)] if watchers else []
         watching = known.watch(model, optimizer, also, _made=made, _engine=team.engine) if made else None
     except BaseException:
         for part in (saving, watchers):

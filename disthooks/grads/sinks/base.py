@@ -287,7 +287,9 @@ class RecordWriter:
         self.sinks: list[Sink] = []
         self._opened: list[Sink] = []
         self._also = list(also)
-        self._taken: dict[int, list[tuple[AlsoLogged, Mapping[str, Any]]]] = {}  # by step, until its record is made
+        self._taken: dict[
+            int, list[tuple[AlsoLogged, Mapping[str, Any] | None]]
+        ] = {}  # by step, until its record is made
 
     def open(
         self,
@@ -327,14 +329,18 @@ class RecordWriter:
         """Ask each of ``also`` for its values in ``step``, which is made now; its record is made later."""
         taken = self._taken[step] = []
         for source in list(self._also):
+            if isinstance(source, WhenRead):
+                taken.append((cast("AlsoLogged", source), None))
+                continue
             with self._leaving_out(source):
                 taken.append((source, source.at(step) if isinstance(source, Totals) else source()))
         LoggedRecords.count += 1
 
     def add_also(self, record: dict[str, Any]) -> None:
-        """Put the values of ``also`` that were taken in the step of ``record`` into it."""
-        for source, more in self._taken.pop(record["step"], ()):
+        """Put the values of ``also`` that were taken in the step of ``record`` into it, and those asked now."""
+        for source, values in self._taken.pop(record["step"], ()):
             with self._leaving_out(source):
+                more = source() if values is None else values
                 if taken := sorted(record.keys() & more.keys()):
                     raise UsageError(f"{taken} are logged already")
                 record.update(more)
@@ -356,6 +362,15 @@ class RecordWriter:
                 getattr(sink, "close", lambda: None)()
             except Exception as error:
                 warnings.warn(f"{sink!r} could not be closed: {error!r}", RuntimeWarning, stacklevel=3)
+
+
+class WhenRead(NamedTuple):
+    """What is known of a step only after it, such as a comparison of copies: asked when the step's record is read."""
+
+    ask: Callable[[], Mapping[str, Any]]
+
+    def __call__(self) -> Mapping[str, Any]:
+        return self.ask()
 
 
 class Totals:
