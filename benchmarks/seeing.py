@@ -95,10 +95,7 @@ class Turns:
         logged, between = over["all statistics"], over["between logged steps"]
         shares = {
             "all statistics": (over["all statistics"], 0.03),
-            "in every 10th step": (
-                over["between logged steps"] + (logged - over["between logged steps"]) / TENTH,
-                0.01,
-            ),
+            "in every 10th step": (between + (logged - between) / TENTH, 0.01),
             "fingerprints": (over["fingerprints"] / EVERY, 0.02),
         }
         return {
