@@ -70,7 +70,7 @@ def same(found: list[torch.Tensor] | str, truth: list[torch.Tensor] | str) -> bo
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, truth, strict=True))
 
 
-@pytest.mark.full_tier(in_flight=("512 MiB", "60 KiB"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("keep", [None, "150 KiB"])
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 def test_every_step_is_that_of_no_hooks(device: torch.device, in_flight: int | str, keep: str | None) -> None:

@@ -24,6 +24,8 @@ from tests.support import ROOT
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 #: tests/jobs/test_course.py runs the pages of the course.
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in DOCS if path.parent.name not in ("course", "upstream"))]
+#: Pages whose blocks run one after another, below.
+TOGETHER = ("README.md", "docs/guides/one-rank.md", "docs/guides/diverged.md")
 MARK = "# not run in CI: "
 #: The blocks that do not run, by page and reason. Make the block run rather than add to these.
 NOT_RUN = [
@@ -176,7 +178,9 @@ for page, line, text in json.load(sys.stdin):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and _run(page, "python")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ("README.md", "docs/guides/diverged.md") and _run(page, "python")]
+)
 def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
     """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
     given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
@@ -215,13 +219,13 @@ disthooks() {
     python -m disthooks "$@"
 }
 """
-#: README's blocks run one after another, below; those of docs/launch.md, each launcher, in tests/jobs/test_run.py too.
+#: Those of docs/launch.md, each launcher, are in tests/jobs/test_run.py too.
 SHELL = [
     pytest.param(
         block, line, marks=pytest.mark.full_tier if page == "docs/launch.md" else (), id=f"{_id(block)}: {line[:40]}"
     )
     for page in PAGES
-    if page != "README.md"
+    if page not in TOGETHER
     for block in _run(page, "sh")
     for line in block.text.splitlines()
 ]
@@ -327,7 +331,7 @@ WEIGHT = """if step == 203:
             r"Steps 201 to 210 on rank 1: the output of layers.1.linear1 jumped to .* after step 299 showed that ",
         ),
         (
-            "time.sleep(0.1 if step >= 150 else 0)",
+            "time.sleep(0.05 if step >= 150 else 0)",
             r"Steps? (141 to )?150 on rank 1: its input takes .*: the rank is slow",
         ),
     ],

@@ -147,6 +147,7 @@ def test_launch_deepspeed(truth: list[float], alone: Job, hooks: pathlib.Path, t
     assert done.records()[1]["attached"][0]["engine"] == "DeepSpeed"
 
 
+@pytest.mark.full_tier
 def test_a_script_that_reduces_gradients_itself_goes_on(tmp_path: pathlib.Path) -> None:
     import accelerate.test_utils
 

@@ -133,7 +133,7 @@ def samples_of(op: Any, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.first_tier(dtype=(torch.bfloat16,))
-@pytest.mark.full_tier(dtype=(torch.float32, torch.complex64))
+@pytest.mark.full_tier(dtype=(torch.float32, torch.complex64, torch.complex128))
 @each_dtype
 def test_gradients_of_every_operator(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
     lines, tally = pipelines(tmp_path), Tally(dtype, NONDETERMINISTIC)
