@@ -465,6 +465,10 @@ def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
     assert found["right"] >= 190
     assert found["clean_steps"] >= 10_000
     assert found["false_alarms"] <= 1
+    several = json.loads((ROOT / "benchmarks" / "results" / "faults-ways.json").read_text())
+    assert several["right"] >= 0.98 * several["faults"]
+    assert several["false_sentences"] == several["false_alarms"] == 0
+    assert {way.split("/")[0] for way in several["ways"]} == {"ddp", "fsdp2", "zero2"}
 
 
 @pytest.mark.full_tier
