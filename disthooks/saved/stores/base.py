@@ -424,7 +424,7 @@ class ByteBudget:
             limit = nbytes // local_world_size() if per_node else nbytes
         self._limit = limit
         self._owner = owner
-        self._taken = self._most = self._record = 0
+        self._taken = self._most = self._peak = self._record = 0
         self._released = DeferredSum()
         #: Gives bytes back. It takes no lock, so that destructors may call it; see [Note: destructors].
         self.release: Callable[[int], None] = self._released.change
@@ -446,14 +446,19 @@ class ByteBudget:
 
     @property
     def most(self) -> int:
+        """The most bytes that were in use since the limit was set last."""
+        return self._most
+
+    @property
+    def peak(self) -> int:
         """The most bytes that were in use since the last record of a log."""
         used = self.held
-        return max(self._most, used) if self._record == LoggedRecords.count else used
+        return max(self._peak, used) if self._record == LoggedRecords.count else used
 
     def set_limit(self, limit: int) -> None:
         """Set another limit; what is in use stays."""
         with self._lock:
-            self._limit = limit
+            self._limit, self._most = limit, self._taken - self._released.total()
 
     def has_room(self, count: int) -> bool:
         """Whether ``count`` more bytes would fit now."""
@@ -497,7 +502,8 @@ class ByteBudget:
                     free=free,
                 )
             if self._record != LoggedRecords.count:
-                self._record, self._most = LoggedRecords.count, 0
+                self._record, self._peak = LoggedRecords.count, 0
+            self._peak = max(self._peak, used + count)
             self._most = max(self._most, used + count)  # first: no call may stand between the two lines that follow
             self._taken += count
             if debtor is not None:
@@ -572,9 +578,9 @@ class DeviceBudgets:
         return sum(budget.held for budget in tuple(self._all.values()))
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """The sum of the most bytes that were in use on each device since the last record of a log."""
-        return sum(budget.most for budget in tuple(self._all.values()))
+        return sum(budget.peak for budget in tuple(self._all.values()))
 
     @property
     def devices(self) -> int:

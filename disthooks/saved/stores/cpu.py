@@ -175,7 +175,7 @@ def _report(budget: ByteBudget, offloads: Sequence[Offload]) -> StoreReport:
         read_seconds=sum(offload.back.seconds for offload in offloads),
         measured_write=max((offload.out.best or 0.0 for offload in offloads), default=0.0) or None,
         measured_read=max((offload.back.best or 0.0 for offload in offloads), default=0.0) or None,
-        peak_held=budget.most,
+        peak_held=budget.peak,
     )
 
 

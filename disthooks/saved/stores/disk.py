@@ -183,7 +183,7 @@ class OpenOnDisk(Store):
                 measured_write=sum(each.write for each in measured) or None,
                 measured_read=sum(each.read for each in measured) or None,
                 why_buffered="; ".join(sorted({file.why_buffered for file in self.files} - {""})),
-                peak_held=self.budget.most,
+                peak_held=self.budget.peak,
             ),
         )
 

@@ -74,7 +74,7 @@ class OpenOnDevice(Store):
                 limit=self.budget.limit,
                 from_memory=self._read,
                 devices=max(1, self.budget.devices),
-                peak_held=self.budget.most,
+                peak_held=self.budget.peak,
             ),
         )
 
