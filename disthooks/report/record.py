@@ -111,7 +111,7 @@ def record_of(line: bytes) -> dict[str, Any]:
         raise ValueError("it is no object")
     columns = {of: _columns(of, found.pop(of)) for of in KINDS if of in found}
     record = {name: _value(name, value) for name, value in found.items()}
-    if "grad_norm/peak" in record and "grad_norm/peak_step" not in record:
+    if "grad_norm/peak" in record and record.get("grad_norm/peak_step") is None:
         raise ValueError("grad_norm/peak_step is missing")
     try:
         Record.model_validate(record)

@@ -43,8 +43,8 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
     if not wrong:
         wrong = [nothing_said(run, found)]
-    said = {step for step in spikes if any(f"Step {step}:" in text and "skipped" in text for text in wrong)}
-    others = [step for step in spikes if step not in said]
+    said = [text.partition(":")[0] for text in wrong if _AS_SPIKE in text]
+    others = [step for step in spikes if not any(re.search(rf" {step}\b", steps) for steps in said)]
     return [*wrong, *_clipping_said(run, others), *_saving_said(run), *found.unseen]
 
 

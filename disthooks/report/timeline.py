@@ -118,12 +118,16 @@ def _is_of(run: Run, event: Event, culprit: Culprit) -> bool:
     is_other = event.rank is not None and culprit.rank not in (None, event.rank)
     if is_other or not culprit.first <= event.step <= culprit.step:
         return False
+    # What a batch or a learning rate did moves other modules before this one, and other updates.
+    same = [each for each in events(run) if each.at == event.at and each.signal.of == event.signal.of]
     if event.signal.of == "module":
         names = run.names["module"]
         order = [names[place] for place in run.order["module"]]
         module = module_of(culprit.where)
-        return module in order and order.index(names[event.place]) >= order.index(module)
-    return event.signal.name.startswith("update") and run.names["param"][event.place] == culprit.where
+        first = min(order.index(names[each.place]) for each in same)
+        return module in order and first >= order.index(module)
+    updates = {run.names["param"][each.place] for each in same if each.signal == event.signal}
+    return event.signal.name.startswith("update") and updates == {culprit.where}
 
 
 def _other_copy(run: Run, culprit: Culprit) -> int | None:

@@ -4,8 +4,7 @@
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
 # smaller batch, FSDP2. The changed step runs on fake tensors. The change saves the difference of the two peaks. A few
 # changes need code that is not installed, such as an optimizer with 8-bit state, or that nobody can write for the user,
-# such as another loss. Their savings are estimated from the
-# record, and the text says "about".
+# such as another loss. Their savings are estimated from the record, and the text says "about".
 #
 # [Note: what advice costs]
 # A change may add computation. Its time is the time of the step with the change, minus the time without it; both are

@@ -179,3 +179,17 @@ def test_a_nan_after_copies_began_to_differ_came_of_that(tmp_path: pathlib.Path)
         "39 showed that blocks.0.d.weight differs from the copies on other ranks."
     )
     assert [text.partition(": ")[0] for text in found.evidence[1:]] == ["Then", "Then"]
+
+
+def test_a_bad_batch_between_two_comparisons_is_not_what_changed_a_copy(tmp_path: pathlib.Path) -> None:
+    """Outputs before the parameter's module jump too, so nothing tells which of two copies is right."""
+    lines = lines_of(tmp_path)
+    differs = {"replicas/differ": 1, "replicas/names": ["blocks.0.d.weight"], "replicas/ranks": [0, 1]}
+    for at, line in enumerate(lines):
+        line |= {"replicas/compared": 6, "replicas/steps": at // 10 * 10}
+        line |= differs if at >= 40 else {"replicas/differ": 0}
+    largest = [100 * each for each in lines[34]["module"]["activation_max"]]
+    lines[34]["module"] = lines[34]["module"] | {"activation_max": largest}
+    copies = next(each for each in found_in(tmp_path, lines) if each.kind == "replicas")
+    assert (copies.first, copies.step, copies.rank) == (30, 39, None)
+    assert copies.text == "Steps 30 to 39: blocks.0.d.weight differs from the copies on other ranks."

@@ -114,6 +114,7 @@ def spoil(seed: int, folder: pathlib.Path, many: int, commands: int) -> None:
         ({"nonfinite_at": [{"param": "a", "rank": "b"}]}, "nonfinite_at.0.rank is no whole number"),
         ({"blame": 1}, "blame is no list"),
         ({"grad_norm/peak": 1.0}, "grad_norm/peak_step is missing"),
+        ({"grad_norm/peak": 1.0, "grad_norm/peak_step": None}, "grad_norm/peak_step is missing"),
         ({"grad_norm/argmax_rank": float("nan")}, "grad_norm/argmax_rank is no whole number"),
         ({"grad_norm": "large"}, "grad_norm is no number"),
         ({"note": "\ud800"}, "it is no JSON"),
