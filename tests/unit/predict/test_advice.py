@@ -63,6 +63,8 @@ def said(builder: Builder) -> Explanation:
 
 @pytest.fixture(scope="module")
 def found(builder: Builder, said: Explanation) -> list[Advice]:
+    # The first step of the first prediction of a plan in a process counts a scalar more, 512 bytes.
+    explain_built(builder, replace(said.situation, plan=[("*", dh.OnCpu())]))
     return changes(builder, said, limit=8 * SAVED)
 
 
@@ -121,7 +123,7 @@ def test_the_yaml_is_read_and_does_what_was_said(
         assert len(plan.saves) == 1
         if each.kind in ("offload", "cast"):
             again = explain_built(builder, replace(said.situation, plan=plan))
-            assert again.needed_bytes == pytest.approx(each.nbytes, abs=1024)  # two allocations of a scalar
+            assert again.needed_bytes == pytest.approx(each.nbytes, abs=64)
 
 
 def test_code_is_code(found: list[Advice]) -> None:
