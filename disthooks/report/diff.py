@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from disthooks.errors import UsageError
+from disthooks.report.culprit import Culprit
 from disthooks.report.log import Log, Run
+from disthooks.report.timeline import timeline
 
 _DIGITS = 16
 _ALL = 2**60
@@ -54,6 +56,7 @@ class Comparison(NamedTuple):
         first: the first difference; None if all are the same.
         left_out: how many of what were not compared. See [Note: which runs are compared].
         notes: why.
+        culprits: of each of the two runs, what went wrong by its own log, no later than the first difference.
     """
 
     steps: list[int]
@@ -61,6 +64,7 @@ class Comparison(NamedTuple):
     first: Difference | None
     left_out: Counter[str]
     notes: list[str]
+    culprits: tuple[list[Culprit], list[Culprit]] = ([], [])
 
 
 _WHAT = {
@@ -107,7 +111,8 @@ def compare_logs(one: Log, other: Log) -> dict[str, Any]:
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
-    return found._asdict() | {"first": found.first and found.first._asdict()}
+    culprits = [[culprit.document() for culprit in each] for each in found.culprits]
+    return found._asdict() | {"first": found.first and found.first._asdict(), "culprits": culprits}
 
 
 def _sentences(pairs: dict[int, Comparison], left_out: Counter[str]) -> Iterator[str]:
@@ -151,7 +156,10 @@ def compare(one: Run, other: Run) -> Comparison:
             break
     if not compared:
         raise UsageError(f"the runs have nothing in common that can be compared: {_said(left_out)}")
-    return Comparison(steps, compared, first, +left_out, list(_notes(one, other)))
+    # What a run's own log tells of a difference is in its timeline: a jump in the step of the difference, say.
+    until = -1 if first is None else first.step
+    culprits = [[culprit for culprit in timeline(run).culprits if culprit.first <= until] for run in (one, other)]
+    return Comparison(steps, compared, first, +left_out, list(_notes(one, other)), (culprits[0], culprits[1]))
 
 
 #: The names of what only one of the two runs has: of the first run and of the second.
@@ -271,4 +279,6 @@ def sentences(found: Comparison) -> list[str]:
         "update": "parameters",
     }
     told.append(f"In this step differ: {', '.join(f'{n} {names[kind]}' for kind, n in first.counts.items() if n)}.")
+    for which, culprits in zip(("first", "second"), found.culprits, strict=True):
+        told += [f"By its own log, the {which} run: {culprit.text}" for culprit in culprits]
     return [*told, *found.notes]

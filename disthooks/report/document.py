@@ -287,11 +287,11 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     lives = 0
     for record in run.records:
         for key, text in _DECIDED.items():
-            if (record.get(key) or 0.0) > 0 and record["step"] not in named:
-                found.append({"step": record["step"], "kind": "skipped", "rank": None, "text": text})
-        if record.get("restart", 0) > lives:
-            lives = record["restart"]
-            found.append({"step": record["step"], "kind": "restart", "rank": None, "text": f"Restart number {lives}."})
+            if (record.get(key) or 0.0) > 0 and record.step not in named:
+                found.append({"step": record.step, "kind": "skipped", "rank": None, "text": text})
+        if record.restart > lives:
+            lives = record.restart
+            found.append({"step": record.step, "kind": "restart", "rank": None, "text": f"Restart number {lives}."})
     yield from sorted(found, key=lambda each: each["step"])[:_MOST]
 
 

@@ -21,6 +21,7 @@ from disthooks.report.culprit import Culprit, made, module_of, whole
 from disthooks.report.episodes import of_jump, times
 from disthooks.report.log import Run
 from disthooks.report.moved import Event, begun, events, others_of, stops, values_of
+from disthooks.report.record import Record
 from disthooks.report.sentences import nonfinite_entry, nonfinite_words, seconds
 
 #: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
@@ -52,13 +53,13 @@ def _nonfinite(run: Run) -> Iterator[Culprit]:
     found = lost = 0
     for at, record in enumerate(run.records):
         bad = outputs is not None and bool((outputs[at] > 0).any())
-        count, norm = record.get("nonfinite"), record.get("grad_norm")
-        is_bad = bad or (count or 0) > 0 or bool(record.get("nonfinite_at"))
+        count, norm = record.nonfinite, record.grad_norm
+        is_bad = bad or (count or 0) > 0 or bool(record.nonfinite_at)
         is_bad = is_bad or (count is None and norm is not None and not math.isfinite(norm))
-        if is_bad and not was_bad and "nonfinite_since" not in record and found < _ROWS:
+        if is_bad and not was_bad and record.nonfinite_since is None and found < _ROWS:
             found += 1
             yield _of_nonfinite(run, at, record, outputs)
-        loss = record.get("loss")
+        loss = record.loss
         is_lost = was_lost if loss is None else not math.isfinite(loss)
         if is_lost and not (was_lost or is_bad or was_bad) and lost < _ROWS:
             lost += 1
@@ -66,15 +67,15 @@ def _nonfinite(run: Run) -> Iterator[Culprit]:
         was_bad, was_lost = is_bad, is_lost
 
 
-def _of_loss(run: Run, at: int, record: dict[str, Any]) -> Culprit:
+def _of_loss(run: Run, at: int, record: Record) -> Culprit:
     """A loss that is not finite, where nothing says so of gradients and outputs."""
     jumped = _jumped(run, at)
     if jumped:
         return _overflowed(run, jumped, "the loss", [])
-    became = "NaN" if math.isnan(record["loss"]) else "infinite"
-    largest = record.get("loss/max_rank")
-    rank = None if largest is None or math.isfinite(largest) else record.get("loss/argmax_rank")
-    is_known = record.get("nonfinite") == 0 or record.get("grad_norm") is not None
+    became = "infinite" if record.loss is None or math.isinf(record.loss) else "NaN"
+    largest = record.loss_max_rank
+    rank = None if largest is None or math.isfinite(largest) else record.loss_argmax_rank
+    is_known = record.nonfinite == 0 or record.grad_norm is not None
     finite = ", and the gradients of this step were finite" if is_known else ""
     values = values_of(run, "", "loss")
     assert values is not None
@@ -85,8 +86,8 @@ def _jumped(run: Run, at: int) -> list[Event]:
     return [event for event in events(run) if event.at == at and event.signal.of == "module"]
 
 
-def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tensor | None) -> Culprit:
-    evidence = [f"blame found: {text}" for text in record.get("blame", ())]
+def _of_nonfinite(run: Run, at: int, record: Record, outputs: torch.Tensor | None) -> Culprit:
+    evidence = [f"blame found: {text}" for text in record.blame]
     entry = nonfinite_entry(record)
     if entry is not None:
         evidence.insert(0, nonfinite_words(entry)[:1].upper() + nonfinite_words(entry)[1:] + ".")
@@ -104,11 +105,11 @@ def _of_nonfinite(run: Run, at: int, record: dict[str, Any], outputs: torch.Tens
         return made("nonfinite", steps, name, rank, f"{some} of the output of {name} became infinite or NaN", evidence)
     if jumped:
         return _overflowed(run, jumped, "gradients", evidence)
-    ranks: list[int] = record.get("nonfinite_ranks", [])
-    first: dict[str, Any] = next(iter(record.get("nonfinite_at", ())), {})
+    ranks = record.nonfinite_ranks
+    first: dict[str, Any] = next(iter(record.nonfinite_at), {})
     rank = first.get("rank") if not ranks else ranks[0] if len(ranks) == 1 else None
     name = first.get("param", "")
-    if record.get("nonfinite_params", 2) > 1 and first.get("before"):  # backward goes from the last one to the first
+    if record.nonfinite_params != 1 and first.get("before"):  # backward goes from the last one to the first
         name = module_of(first["before"])
     words = nonfinite_words(entry) if entry is not None else "the gradient norm was not finite"
     return made("nonfinite", steps, name, rank, words, evidence[1:])
@@ -141,16 +142,16 @@ def _overflowed(run: Run, jumped: Sequence[Event], what: str, evidence: list[str
 def _replicas(run: Run) -> Iterator[Culprit]:
     """The first comparison that found copies that differ."""
     compared = run.comparisons()
-    place = next((place for place, (_, record) in enumerate(compared) if record["replicas/differ"]), None)
+    place = next((place for place, (_, record) in enumerate(compared) if record.replicas_differ), None)
     if place is None:
         return
     after, record = compared[place]
     before = compared[place - 1][0] if place else 0
     steps = (min(before, after - 1), after - 1)
-    names, ranks = record.get("replicas/names", []), record.get("replicas/ranks", [])
+    names, ranks = record.replicas_names, record.replicas_ranks
     rank = ranks[0] if len(ranks) == 1 else None
-    said = "".join(f"; {text}" for text in record.get("replicas/at", ()))
-    count = f"{record['replicas/differ']:.0f} of {record.get('replicas/compared') or 0:.0f} tensors"
+    said = "".join(f"; {text}" for text in record.replicas_at)
+    count = f"{record.replicas_differ:.0f} of {record.replicas_compared or 0:.0f} tensors"
     evidence = [f"The ranks no longer have the same model, found after {after} steps: {count} differ{said}."]
     if not place and len({name.partition(": ")[0] for name in names}) > 1:
         what = f"{count} differ at the first comparison, after {after} step{'s' if after > 1 else ''}: other weights"

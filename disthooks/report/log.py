@@ -15,7 +15,7 @@ import torch
 
 from disthooks.errors import UsageError
 from disthooks.report.lines import Lines
-from disthooks.report.record import KINDS, packed, record_of
+from disthooks.report.record import KINDS, Record, packed, record_of
 
 _MOST = 10  # files that a text names
 _FEW = 3  # lines of which a text says why they are no records
@@ -63,21 +63,21 @@ class Run:
         ended: the same of the last.
     """
 
-    def __init__(self, lines: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, lines: Sequence[Record]) -> None:
         first = lines[0]
-        self.name, self.optimizer = first.get("run"), first.get("optimizer")
-        self.about: dict[str, Any] = next((line["about"] for line in lines if "about" in line), {})
+        self.name, self.optimizer = first.run, first.optimizer
+        self.about: dict[str, Any] = next((line.about for line in lines if line.about), {})
         self.ranks: int | None = self.about.get("ranks")
         self.written = len(lines)
-        self.again = any(later["step"] <= earlier["step"] for earlier, later in itertools.pairwise(lines))
-        self.restarts = max(line.get("restart", 0) for line in lines)
-        times = [line["time"] for line in lines if "time" in line]
+        self.again = any(later.step <= earlier.step for earlier, later in itertools.pairwise(lines))
+        self.restarts = max(line.restart for line in lines)
+        times = [line.time for line in lines if line.time is not None]
         self.began, self.ended = min(times, default=None), max(times, default=None)
         # If a restarted run made a step again, its last record counts.
-        kept = sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
+        kept = sorted({line.step: line for line in lines}.values(), key=lambda line: line.step)
         self.names = _names(lines)
         self.order = _order(lines, self.names)
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         self.columns: dict[tuple[str, str], Table] = {}
         self.texts: dict[tuple[str, str], list[list[Any] | None]] = {}
         for at, line in enumerate(kept):
@@ -86,7 +86,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """The step of each record."""
-        return [record["step"] for record in self.records]
+        return [record.step for record in self.records]
 
     def column(self, name: str) -> list[float | None]:
         """The number of the step under ``name`` in each record; None where there is none."""
@@ -96,13 +96,13 @@ class Run:
         """The value under ``name`` in each record, as it is."""
         return [record.get(name) for record in self.records]
 
-    def comparisons(self) -> list[tuple[int, dict[str, Any]]]:
+    def comparisons(self) -> list[tuple[int, Record]]:
         """The records with the numbers of a comparison of copies, each with how many steps were made before it."""
-        compared = [record for record in self.records if record.get("replicas/differ") is not None]
-        return [(record.get("replicas/steps", record["step"] + 1), record) for record in compared]
+        compared = [record for record in self.records if record.replicas_differ is not None]
+        return [(record.replicas_steps or record.step + 1, record) for record in compared]
 
-    def _apart(self, at: int, line: dict[str, Any], steps: int) -> dict[str, Any]:
-        record: dict[str, Any] = {}
+    def _apart(self, at: int, line: Record, steps: int) -> Record:
+        record = Record()
         for key, value in line.items():
             if key in KINDS:
                 for statistic, column in value.items():
@@ -159,8 +159,8 @@ class Table:
         return torch.frombuffer(whole, dtype=torch.float64).view(len(self.rows), self.names)
 
 
-def _names(lines: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    told: dict[str, Any] = next((line["names"] for line in lines if "names" in line), {})
+def _names(lines: Sequence[Record]) -> dict[str, list[str]]:
+    told: dict[str, Any] = next((line.names for line in lines if line.names), {})
     names = {of: list(told.get(of, ())) for of in KINDS}
     seen = {of: set(found) for of, found in names.items()}
     for key in dict.fromkeys(key for line in lines for key in line):
@@ -171,13 +171,13 @@ def _names(lines: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     return names
 
 
-def _order(lines: Sequence[dict[str, Any]], names: dict[str, list[str]]) -> dict[str, list[int]]:
+def _order(lines: Sequence[Record], names: dict[str, list[str]]) -> dict[str, list[int]]:
     """The order of calls. A parameter whose module was not called stands behind the one before it.
 
-    >>> _order([{"names": {"called": [1, 0]}}], {"module": ["b", "a"], "param": ["b.w", "b.x", "a.w"]})
+    >>> _order([Record(names={"called": [1, 0]})], {"module": ["b", "a"], "param": ["b.w", "b.x", "a.w"]})
     {'module': [1, 0], 'param': [2, 0, 1]}
     """
-    told: dict[str, Any] = next((line["names"] for line in lines if "names" in line), {})
+    told: dict[str, Any] = next((line.names for line in lines if line.names), {})
     known = range(len(names["module"]))
     called = [place for place in told.get("called", ()) if place in known]
     modules = list(dict.fromkeys([*called, *known]))
@@ -246,7 +246,7 @@ def read(file: pathlib.Path) -> Log:
     Raises:
         UsageError: if the file cannot be read.
     """
-    lines, found, broken, many = Lines(file), dict[Any, list[dict[str, Any]]](), dict[int, str](), 0
+    lines, found, broken, many = Lines(file), dict[Any, list[Record]](), dict[int, str](), 0
     for many, line in enumerate(lines, 1):
         _add(line, many, found, broken)
     half: dict[int, str] = {}
@@ -254,7 +254,7 @@ def read(file: pathlib.Path) -> Log:
     return Log(list(map(Run, found.values())), bool(half), broken)
 
 
-def _add(line: bytes, place: int, found: dict[Any, list[dict[str, Any]]], broken: dict[int, str]) -> None:
+def _add(line: bytes, place: int, found: dict[Any, list[Record]], broken: dict[int, str]) -> None:
     """Add the record in ``line`` to those of its run, or say in ``broken`` why it is none."""
     try:
         record = record_of(line)
@@ -265,9 +265,9 @@ def _add(line: bytes, place: int, found: dict[Any, list[dict[str, Any]]], broken
         found.setdefault(_who(record), []).append(record)
 
 
-def _who(record: dict[str, Any]) -> tuple[Any, Any]:
+def _who(record: Record) -> tuple[Any, Any]:
     """The run and the optimizer that a record is of."""
-    return record.get("run"), record.get("optimizer")
+    return record.run, record.optimizer
 
 
 class Tail:
@@ -286,7 +286,7 @@ class Tail:
         self.broken = 0
         self._read = Lines(file)
         self._who: tuple[Any, Any] = None, None
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[Record] = []
         self._head: dict[str, Any] = {}  # what only one line of a run has
         self._run: Run | None = None
 
@@ -304,10 +304,10 @@ class Tail:
             except ValueError:
                 self.broken += bool(line.strip())
         if self._run is None and self._lines:
-            self._run = Run([{**self._lines[0], **self._head}, *self._lines[1:]])
+            self._run = Run([Record(self._lines[0] | self._head), *self._lines[1:]])
         return self._run
 
-    def _add(self, record: dict[str, Any]) -> None:
+    def _add(self, record: Record) -> None:
         if _who(record) != self._who:
             self._who, self._lines, self._head = _who(record), [], {}
         self._head |= {name: record.pop(name) for name in ("about", "names") if name in record}

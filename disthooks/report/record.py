@@ -13,7 +13,8 @@ import functools
 import math
 import re
 from array import array
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import from_json
@@ -68,30 +69,82 @@ class Place(Part):
     before: str = ""
 
 
-_FIELDS: dict[str, Any] = {
-    "run": str,
-    "optimizer": Whole,
-    "restart": Rank,
-    "time": Annotated[float, Field(ge=0, lt=2**37)],  # until the year 6325
-    "about": About,
-    "names": Names,
-    "nonfinite_at": list[Place],
-    "nonfinite_ranks": list[Rank],
-    "nonfinite_params": Whole,
-    "nonfinite_steps": Whole,
-    "blame": list[str],
-    "replicas/at": list[str],
-    "replicas/names": list[str],
-    "replicas/ranks": list[Rank],
-    **dict.fromkeys(("loss", "loss/max_rank", "nonfinite", "skipped", "spike", "update_clipped"), Number),
-    **dict.fromkeys(("grad_norm", "grad_norm/peak", "grad_norm/max_rank", "grad_norm/mean_rank"), Number),
-    **dict.fromkeys(("replicas/differ", "replicas/compared"), Number),
-}
-_DEFAULTS: dict[str, Any] = {name: (of, None) for name, of in _FIELDS.items()}
-Record = create_model("Record", __base__=Part, step=(Whole, ...), **_DEFAULTS)
+_Of = TypeVar("_Of")
 
 
-def record_of(line: bytes) -> dict[str, Any]:
+class _Field(Generic[_Of]):
+    """A field that readers use: its type in the schema, and its value where a record has none."""
+
+    def __init__(self, name: str, of: Any, missing: _Of) -> None:
+        self.name, self.of, self._missing = name, of, missing
+
+    @overload
+    def __get__(self, record: None, owner: type) -> _Field[_Of]: ...
+    @overload
+    def __get__(self, record: dict[str, Any], owner: type) -> _Of: ...
+
+    def __get__(self, record: dict[str, Any] | None, owner: type) -> Any:
+        return self if record is None else record.get(self.name, self._missing)
+
+
+def _number(name: str) -> _Field[Number]:
+    return _Field(name, Number, None)
+
+
+def _rank(name: str) -> _Field[int | None]:
+    return _Field(name, Rank | None, None)
+
+
+class Record(dict[str, Any]):
+    """What is logged of one step, by name. What detectors read are fields with a type.
+
+    >>> record = Record({"step": 3, "loss": 2.5})
+    >>> record.step, record.loss, record.grad_norm, record.nonfinite_at
+    (3, 2.5, None, ())
+    """
+
+    step = _Field[int]("step", Whole, 0)
+    run = _Field[str | None]("run", str, None)
+    optimizer = _Field[int | None]("optimizer", Whole, None)
+    restart = _Field[int]("restart", Rank, 0)
+    time = _Field[float | None]("time", Annotated[float, Field(ge=0, lt=2**37)], None)  # until the year 6325
+    about = _Field[dict[str, Any] | None]("about", About, None)
+    names = _Field[dict[str, Any] | None]("names", Names, None)
+    loss = _number("loss")
+    loss_max_rank = _number("loss/max_rank")
+    loss_argmax_rank = _rank("loss/argmax_rank")
+    grad_norm = _number("grad_norm")
+    grad_norm_peak = _number("grad_norm/peak")
+    grad_norm_peak_step = _Field[int | None]("grad_norm/peak_step", Whole | None, None)
+    grad_norm_peak_rank = _rank("grad_norm/peak_rank")
+    grad_norm_max_rank = _number("grad_norm/max_rank")
+    grad_norm_mean_rank = _number("grad_norm/mean_rank")
+    grad_norm_argmax_rank = _rank("grad_norm/argmax_rank")
+    nonfinite = _number("nonfinite")
+    nonfinite_at = _Field[Sequence[dict[str, Any]]]("nonfinite_at", list[Place], ())
+    nonfinite_ranks = _Field[Sequence[int]]("nonfinite_ranks", list[Rank], ())
+    nonfinite_params = _Field[int | None]("nonfinite_params", Whole, None)
+    nonfinite_steps = _Field[int | None]("nonfinite_steps", Whole, None)
+    nonfinite_since = _Field[int | None]("nonfinite_since", Whole, None)
+    skipped = _number("skipped")
+    spike = _number("spike")
+    update_clipped = _number("update_clipped")
+    blame = _Field[Sequence[str]]("blame", list[str], ())
+    replicas_differ = _number("replicas/differ")
+    replicas_compared = _number("replicas/compared")
+    replicas_steps = _Field[int | None]("replicas/steps", Whole, None)
+    replicas_names = _Field[Sequence[str]]("replicas/names", list[str], ())
+    replicas_ranks = _Field[Sequence[int]]("replicas/ranks", list[Rank], ())
+    replicas_at = _Field[Sequence[str]]("replicas/at", list[str], ())
+
+
+_FIELDS = {field.name: field.of for field in vars(Record).values() if isinstance(field, _Field)}
+_Schema = create_model(
+    "_Schema", __base__=Part, **{name: (of, ... if name == "step" else None) for name, of in _FIELDS.items()}
+)  # type: ignore[call-overload]
+
+
+def record_of(line: bytes) -> Record:
     """The record in a line. Numbers that are not finite are floats, and columns of numbers are arrays.
 
     Raises:
@@ -110,16 +163,16 @@ def record_of(line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("it is no object")
     columns = {of: _columns(of, found.pop(of)) for of in KINDS if of in found}
-    record = {name: _value(name, value) for name, value in found.items()}
-    if "grad_norm/peak" in record and record.get("grad_norm/peak_step") is None:
+    record = Record({name: _value(name, value) for name, value in found.items()})
+    if "grad_norm/peak" in record and record.grad_norm_peak_step is None:
         raise ValueError("grad_norm/peak_step is missing")
     try:
-        Record.model_validate(record)
+        _Schema.model_validate(record)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where} {_UNLIKE.get(first['type'], 'is out of range')}") from None
-    return record | columns
+    return Record(record | columns)
 
 
 def _value(name: str, value: Any) -> Any:

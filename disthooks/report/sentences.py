@@ -17,6 +17,7 @@ from typing import Any
 
 from disthooks.report.culprit import Timeline
 from disthooks.report.log import Run, number
+from disthooks.report.record import Record
 
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
@@ -36,7 +37,7 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     """
     culprits = found.culprits
     named = {culprit.step for culprit in culprits}
-    spikes = [record["step"] for record in run.records if (record.get("spike") or 0.0) > 0]
+    spikes = [record.step for record in run.records if record.spike]
     wrong = [culprit.text for culprit in culprits[:_FEW]]
     if len(culprits) > _FEW:
         wrong.append(f"{len(culprits) - _FEW} more things stand out; the last is at step {culprits[-1].step}.")
@@ -61,18 +62,18 @@ def nonfinite_entries(run: Run) -> list[dict[str, Any]]:
     return [entry for record in run.records if (entry := nonfinite_entry(record)) is not None]
 
 
-def nonfinite_entry(record: dict[str, Any]) -> dict[str, Any] | None:
+def nonfinite_entry(record: Record) -> dict[str, Any] | None:
     """What a record knows of gradients that were not finite; None if they were finite."""
-    count, norm = record.get("nonfinite"), record.get("grad_norm")
+    count, norm = record.nonfinite, record.grad_norm
     if count is not None:  # the statistic NonFinite has counted
         is_nonfinite = count > 0
     else:
-        is_nonfinite = bool(record.get("nonfinite_at")) or (norm is not None and not math.isfinite(norm))
+        is_nonfinite = bool(record.nonfinite_at) or (norm is not None and not math.isfinite(norm))
     if not is_nonfinite:
         return None
     keys = ("nonfinite_ranks", "nonfinite_params", "nonfinite_since", "nonfinite_steps", "skipped")
     more = {key.removeprefix("nonfinite_"): record[key] for key in keys if key in record}
-    return {"step": record["step"], "at": record.get("nonfinite_at", []), **more}
+    return {"step": record.step, "at": list(record.nonfinite_at), **more}
 
 
 def nonfinite_words(found: dict[str, Any]) -> str:
@@ -101,7 +102,7 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
     total = int(totals[-1]) if totals else len(found)
     if found and (total > 1 or len(found) > 1):
         yield f"Gradients were not finite in {total} steps, {found[0]['step']} to {found[-1]['step']} at least."
-    for blamed in dict.fromkeys(text for record in run.records for text in record.get("blame", ())):
+    for blamed in dict.fromkeys(text for record in run.records for text in record.blame):
         yield f"blame found: {blamed}."
 
 
@@ -114,12 +115,12 @@ def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
     """
     norms, found = [], []
     for record in run.records[begin:]:
-        peak, norm = record.get("grad_norm/peak"), record.get("grad_norm")
+        peak, norm = record.grad_norm_peak, record.grad_norm
         if peak is not None and math.isfinite(peak):
-            found.append((peak, record["grad_norm/peak_step"], record.get("grad_norm/peak_rank")))
+            found.append((peak, record.grad_norm_peak_step, record.grad_norm_peak_rank))
         if norm is not None and math.isfinite(norm):
             norms.append(norm)
-            found.append((norm, record["step"], record.get("grad_norm/argmax_rank")))
+            found.append((norm, record.step, record.grad_norm_argmax_rank))
     if not norms:
         return None
     largest, step, rank = max(found, key=lambda each: each[0])
@@ -128,8 +129,8 @@ def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
 
 def spike_said(run: Run, step: int) -> str:
     """The end of a sentence about a step that SkipSpike left out; empty for any other step."""
-    record = next((record for record in run.records if record["step"] == step), {})
-    return f"; {_AS_SPIKE}" if (record.get("spike") or 0.0) > 0 else ""
+    is_spike = any(record.spike for record in run.records if record.step == step)
+    return f"; {_AS_SPIKE}" if is_spike else ""
 
 
 def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
@@ -144,7 +145,7 @@ def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
         )
 
 
-def value_of(record: dict[str, Any], name: str) -> Any:
+def value_of(record: Record, name: str) -> Any:
     """The value of ``name``; None for the number of a rank that was found by norms that are not finite."""
     which = re.sub(r"(argmin|argmax|outlier)_rank", "max_rank", name) if "_rank" in name else name
     if which != name and not math.isfinite(number(record.get(which)) or 0.0):
@@ -159,12 +160,12 @@ def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
     leads: dict[int, list[tuple[float, float, float, int]]] = collections.defaultdict(list)
     for record in run.records:
         rank = value_of(record, "grad_norm/argmax_rank")
-        most, mean = record.get("grad_norm/max_rank"), record.get("grad_norm/mean_rank")
+        most, mean = record.grad_norm_max_rank, record.grad_norm_mean_rank
         if rank is None or most is None or mean is None:
             continue
         ranks = run.ranks or 2
         others = max((mean * ranks - most) / max(ranks - 1, 1), 0.0)
-        leads[rank].append((most / others if others else math.inf, most, others, record["step"]))
+        leads[rank].append((most / others if others else math.inf, most, others, record.step))
     many = sum(map(len, leads.values()))
     for rank, found in leads.items():
         lead, most, others, step = max(found)
@@ -188,7 +189,7 @@ def _clipping_said(run: Run, spikes: Sequence[int]) -> Iterator[str]:
     skipped = max(totals) if totals else sum(each or 0.0 for each in run.column("skipped"))
     if skipped:
         yield f"{skipped:.0f} step{'s were' if skipped > 1 else ' was'} skipped."
-    updates = [record["step"] for record in run.records if (record.get("update_clipped") or 0.0) > 0]
+    updates = [record.step for record in run.records if record.update_clipped]
     for steps, said in ((spikes, "skipped as a spike"), (updates, "above the limit of ClipUpdate")):
         if steps:
             were = f"{len(steps)} steps were" if len(steps) > 1 else "1 step was"

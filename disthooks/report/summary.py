@@ -24,7 +24,7 @@ def summary(run: Run) -> dict[str, Any]:
         kind = meaning(name)
         if kind in figures:
             # The peak of a record is that of an earlier step, if steps are not logged.
-            of = [record.get(f"{name}_step", record["step"]) for record in run.records]
+            of = [record.get(f"{name}_step", record.step) for record in run.records]
             found = _figures(kind, [value_of(record, name) for record in run.records], of)
             if found:
                 figures[kind][name] = found

@@ -55,7 +55,7 @@ def _rows(run: Run, places: Sequence[int]) -> Iterator[tuple[str, int, str, str,
     who = str(run.name)
     for at in places:
         record = run.records[at]
-        step = int(record["step"])
+        step = record.step
         for name, value in record.items():
             found = None if name in ("step", "run") else number(value)
             if found is not None:

@@ -136,8 +136,8 @@ def _other_copy(run: Run, culprit: Culprit) -> int | None:
     Of two copies one is measured, and no update of it jumped. If the momentum differs, the update of the wrong copy has
     jumped, so it is the other one.
     """
-    record = next(record for record in run.records if record.get("replicas/differ"))
-    names, ranks = record.get("replicas/names", []), record.get("replicas/ranks", [])
+    record = next(record for record in run.records if record.replicas_differ)
+    names, ranks = record.replicas_names, record.replicas_ranks
     leads = values_of(run, "param", "update_norm/lead_rank")
     has_momentum = any(name.partition(": ")[2] in ("exp_avg", "momentum_buffer") for name in names)
     if len(ranks) != 2 or not has_momentum or leads is None or culprit.where not in run.names["param"]:

@@ -76,3 +76,20 @@ def test_the_exit_code_is_0_only_if_everything_was_compared(tmp_path: pathlib.Pa
         assert f"Not compared: {says}. " in result.stdout
         assert json.loads(diff(whole, part, "--json").stdout)["same"]
     assert "Not compared" not in diff(whole, whole, "--exit-code").stdout
+
+
+def test_what_the_log_of_one_run_tells_stands_behind_the_difference(tmp_path: pathlib.Path) -> None:
+    """The second run's loss becomes NaN in the step of the difference; what comes after it says nothing of it."""
+    one, other = (prints(tmp_path / f"{i}", [[7]], ["a"], steps=6) for i in range(2))
+    lines = [json.loads(line) | {"loss": 1.0} for line in other.read_text().splitlines()]
+    for step in (3, 5):
+        lines[step] |= {"loss": "nan", "param": {"fingerprint/grad": ["0" * 16]}}
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert diff(one, other).stdout.splitlines() == [
+        "Step 3: the final gradient of a differs, and all that comes before it is the same.",
+        "3 compared steps before it are the same, 0 to 2.",
+        "In this step differ: 1 gradients.",
+        "By its own log, the second run: Step 3: the loss became NaN.",
+    ]
+    (pair,) = json.loads(diff(one, other, "--json").stdout)["runs"]
+    assert [[(each["kind"], each["step"]) for each in culprits] for culprits in pair["culprits"]] == [[], [("loss", 3)]]
