@@ -30,6 +30,7 @@ from written import reason, write
 
 import disthooks as dh
 from disthooks.cli import doctor
+from disthooks.saved.pipeline import pipeline
 
 ROOT = pathlib.Path(__file__).parent.parent
 #: What other commands of docs/gpu.md use where it is installed.
@@ -198,7 +199,7 @@ def six_steps(device: Device, work: Any) -> dict[str, Any]:
     try:
         truth = [grad.clone() for grad in step()]
         again = all(torch.equal(a, b) for a, b in zip(step(), truth, strict=True))
-        with dh.save_activations(work.model, "", dh.pipeline(dh.Recompute(), dh.OnDevice())) as saving:
+        with dh.save_activations(work.model, "", pipeline(dh.Recompute(), dh.OnDevice())) as saving:
             same, peaks = [], []
             for _ in range(STEPS):
                 work.model.zero_grad()

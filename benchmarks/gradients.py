@@ -45,6 +45,7 @@ from models import Block
 from torch import nn
 
 import disthooks as dh
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.local_hooks import LocalGradientHooks
 
 Way = Callable[[], None]
@@ -130,7 +131,7 @@ def ways_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Cal
     }
 
 
-attached: list[dh.Gradients] = []
+attached: list[Gradients] = []
 
 
 def _lightning(model: nn.Module) -> Callable[[], Way] | str:

@@ -105,7 +105,7 @@ def measure(name: str, count: int, rounds: int, folder: str) -> dict[str, Any]:
     moved = 0
     for number in range(-1, rounds):
         for (hooks, n), times in found.items():
-            saved = dh.saving(dh.AtLeast(0), store)
+            saved = dh.saving(store, at_least=0)
             seconds = once(program, n, saved if hooks else contextlib.nullcontext())
             moved = saved.report().moved if hooks else moved
             if number >= 0:  # the first round warms up

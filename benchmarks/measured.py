@@ -15,6 +15,7 @@ from peers import NOTHING, Way
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.report import SavedReport
 
 
 class Measured:
@@ -27,7 +28,7 @@ class Measured:
         self.peaks: list[int] = []
         self.identical = True
         self.written = 0
-        self.reports: list[dh.SavedReport] = []
+        self.reports: list[SavedReport] = []
 
     def seconds(self, phase: str = "") -> float:
         """The median of a phase, or of the whole step."""

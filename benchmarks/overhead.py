@@ -91,7 +91,7 @@ def measure(rounds: int, folder: str) -> dict[str, float]:
         for way, function in (("as it is", lambda t: t), ("a copy each way", lambda t: t.clone())):
             cases[f"{name}: torch's hooks, {way}"] = lambda w=work, x=x, f=function: once(w, x, Hooks(f, f))
         for way, to in (("disthooks, in memory", Memory()), ("disthooks, on disk", dh.OnDisk(folder))):
-            cases[f"{name}: {way}"] = lambda w=work, x=x, to=to: once(w, x, dh.saving(dh.AtLeast("4 KiB"), to))
+            cases[f"{name}: {way}"] = lambda w=work, x=x, to=to: once(w, x, dh.saving(to, at_least="4 KiB"))
     found: dict[str, list[float]] = {name: [] for name in cases}
     gc.disable()
     for i in range(rounds + 2):

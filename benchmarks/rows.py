@@ -17,8 +17,8 @@ from ways import Absent, Way, Ways
 from workloads import Workload
 from written import reason
 
-import disthooks as dh
 from disthooks.cli import doctor
+from disthooks.saved.report import SavedReport
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ class Bench:
             found["first_steps"] = [{"step_ms": round(1e3 * one.seconds, 3), "peak_bytes": one.peak} for one in first]
             return found | self._bytes(before, way.report(), len(steps))
 
-    def _bytes(self, before: dh.SavedReport | None, after: dh.SavedReport | None, steps: int) -> dict[str, Any]:
+    def _bytes(self, before: SavedReport | None, after: SavedReport | None, steps: int) -> dict[str, Any]:
         """What ours says of a step, and of the steps before it."""
         if before is None or after is None:
             return {}

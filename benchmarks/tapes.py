@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from tests.support.sim.clock import Rates, Saved, Step, Tape
 
@@ -259,7 +260,7 @@ def dropped(model: nn.Module, loss: Callable[[], torch.Tensor], steps: int = 4) 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss().backward()
     store = Fingerprints()
-    with dh.save_activations(model, "", dh.pipeline(dh.Recompute(), store)):
+    with dh.save_activations(model, "", pipeline(dh.Recompute(), store)):
         for _ in range(steps):
             store.seen.clear()
             loss().backward()

@@ -57,7 +57,7 @@ def measure(rounds: int, folder: str) -> dict[int, float]:
     gc.disable()
     for number in range(-1, rounds):
         for (size, moved), figures in found.items():
-            context = dh.saving(dh.AtLeast(0), stores[size]) if moved else contextlib.nullcontext()
+            context = dh.saving(stores[size], at_least=0) if moved else contextlib.nullcontext()
             figure = once(size, tensors[size], context)
             if number >= 0:  # the first round warms up
                 figures.append(figure)

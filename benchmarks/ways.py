@@ -30,6 +30,8 @@ from torch.utils.checkpoint import checkpoint
 from workloads import Workload
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 
 Context = contextlib.AbstractContextManager[Any]
 Rows = Mapping[str, Mapping[str, Any]]
@@ -54,7 +56,7 @@ class Way:
     attached: Callable[[], Context] = contextlib.nullcontext
     around: Callable[[], Context] = contextlib.nullcontext
     aside: Callable[[], Context] = contextlib.nullcontext
-    report: Callable[[], dh.SavedReport | None] = lambda: None
+    report: Callable[[], SavedReport | None] = lambda: None
     exact: bool = True
 
 
@@ -159,7 +161,7 @@ class Ways:
 
         @contextlib.contextmanager
         def attached() -> Iterator[None]:
-            with dh.save_activations(self.work.model, "", dh.pipeline(*stages)) as saving:
+            with dh.save_activations(self.work.model, "", pipeline(*stages)) as saving:
                 attachments[:] = [saving]
                 yield
 

@@ -24,12 +24,13 @@ from trainer import Trainer
 
 import disthooks as dh
 import disthooks.memory
+from disthooks._handles import Attachment
 from disthooks.config import SavingPlan
 from disthooks.page.page import page
 from disthooks.report.document import document
 from disthooks.report.log import read
 from disthooks.saved.attach import Saving
-from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.pipeline import Pipeline, pipeline
 
 WARM_UP_STEPS = 2
 MODES = {"alternate": (False, True), "never": (False,), "always": (True,)}
@@ -114,7 +115,7 @@ def timed(function: Any) -> tuple[float, float]:
     return function(), time.monotonic() - began
 
 
-def watch(trainer: Trainer, log: pathlib.Path) -> dh.Attachment:
+def watch(trainer: Trainer, log: pathlib.Path) -> Attachment:
     """Clip the gradient and log what it was, on every engine by the same call."""
     if trainer.options.hooks:
         return trainer.options.hooks.watch(trainer.engine, trainer.optimizer)
@@ -137,7 +138,7 @@ def save(trainer: Trainer) -> Saving | SavingPlan:
 
 def to_disk(options: argparse.Namespace) -> Pipeline:
     """Tensors of 4 KiB and more go to a file."""
-    return dh.pipeline(dh.AtLeast("4 KiB"), dh.OnDisk(options.directory))
+    return pipeline(dh.OnDisk(options.directory), at_least="4 KiB")
 
 
 def proof(trainer: Trainer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from model import GPT, TINY, Shape
 from ranks import Ranks, on_engine
 
-import disthooks as dh
+from disthooks.grads.attachment import Gradients
 
 BITS = 1 / math.log(2)  # a nat in bits
 WARM_UP = 10  # steps over which the learning rate rises
@@ -28,7 +28,7 @@ class Trainer:
         self.model = GPT(self.shape).to(ranks.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.engine = on_engine(options.engine, self.model, self.model.blocks, ranks)
-        self.watch: dh.Gradients | None = None  # what logs the steps, if anything does
+        self.watch: Gradients | None = None  # what logs the steps, if anything does
         self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=options.rate, betas=(0.9, 0.95))
 
     def step(self, number: int) -> tuple[float, float]:

@@ -31,9 +31,6 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.nn.utils import parametrize
-from torch.nn.utils._named_member_accessor import swap_tensor
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _foreach_utils, checkpoint
 
 _autograd: Any = torch._C._autograd
@@ -305,40 +302,6 @@ def metadata_being_loaded() -> dict[str, Any]:
             return found if isinstance(found, dict) else {}
         frame = frame.f_back
     return {}
-
-
-_SWAP = swap_tensor.__code__
-
-
-def being_swapped() -> bool:
-    """Whether ``torch.func.functional_call`` sets the attribute. Call it in ``__setattr__`` only."""
-    # Frame 0 is this function, frame 1 is `__setattr__`, frame 2 is its caller. See [Note: looking up the stack].
-    return sys._getframe(2).f_code is _SWAP
-
-
-_IS_PARAMETRIZED = parametrize.is_parametrized.__code__
-_REPARAMETRIZES = {
-    parametrize.register_parametrization.__code__: "tensor_name",
-    parametrize.remove_parametrizations.__code__: "tensor_name",
-    parametrize.type_before_parametrizations.__code__: "module",
-    SpectralNorm.apply.__code__: "name",
-}
-
-
-def reparametrizing() -> tuple[str, Any] | None:
-    """The function of ``torch.nn.utils`` that reads a module's attribute now, and its argument; None for any other
-    code.
-
-    The argument is the name of the tensor, or the module. Call it in the function that reads the attribute, such as
-    ``__getattr__``. It looks at the next caller up the stack that is in another file; see [Note: looking up the stack].
-    """
-    frame: FrameType | None = sys._getframe(1)
-    file = sys._getframe(1).f_code.co_filename
-    while frame is not None and (frame.f_code.co_filename == file or frame.f_code is _IS_PARAMETRIZED):
-        frame = frame.f_back
-    if frame is None or frame.f_code not in _REPARAMETRIZES:
-        return None
-    return frame.f_code.co_name, frame.f_locals[_REPARAMETRIZES[frame.f_code]]
 
 
 # The code of the wrapper that torch puts around each `step`; it is the same object in all of the wrappers.

@@ -59,7 +59,7 @@ from disthooks.grads.stats.base import Stat
 from disthooks.grads.stats.norms import Norm
 from disthooks.saved.attach import saving
 from disthooks.saved.codecs.base import Codec, relative_error
-from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
+from disthooks.saved.pipeline import Pipeline, pipeline
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.tiers import OnDevice
 
@@ -162,8 +162,8 @@ def _check_frozen(value: Any, use: Callable[[], object]) -> None:
 def _check_file(key: str, value: Any) -> None:
     """Write a plan with ``value`` as JSON, read it again, and check that it has an object of the same class."""
     if key in ("store", "codec"):
-        stages = [value] if key == "store" else [AtLeast(0), value, OnDevice()]
-        plan = Plan(saves=[("*", pipeline(*stages))])
+        stages = pipeline(value) if key == "store" else pipeline(value, OnDevice(), at_least=0)
+        plan = Plan(saves=[("*", stages)])
     else:
         watches: dict[str, Any] = {"stats": [value]} if key == "stats" else {"stats": [Norm()], key: [value]}
         plan = Plan(watches=watches)
@@ -217,7 +217,7 @@ class CodecTests:
 
         With a lossy codec they are finite.
         """
-        stages = pipeline(AtLeast(0), codec, OnDevice())
+        stages = pipeline(codec, OnDevice(), at_least=0)
         if not codec.lossy:
             _check_training(stages)
             return
@@ -282,7 +282,7 @@ class StoreTests:
 
     def test_law_1_gradients(self, store: Store) -> None:
         """Gradients have the bits of a training without hooks: first and second order, and two backwards of a graph."""
-        _check_training(pipeline(AtLeast(0), store))
+        _check_training(pipeline(store, at_least=0))
 
     def test_law_4_any_order(self, store: Store) -> None:
         """Tensors can be read in any order, also after other tensors were dropped."""
@@ -308,7 +308,7 @@ class StoreTests:
     def test_law_6_a_graph_that_dies(self, store: Store) -> None:
         """Nothing is held after the graph is gone, whether there was a backward or not."""
         held = [report.held for report in store.report()]
-        with warnings.catch_warnings(), saving(pipeline(AtLeast(0), store)):
+        with warnings.catch_warnings(), saving(pipeline(store, at_least=0)):
             warnings.filterwarnings("ignore", message=".*stores nothing of this block")
             for backward in (True, False):
                 x = torch.randn(64, 64, requires_grad=True)

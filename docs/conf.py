@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pathlib
 import sys
@@ -44,6 +45,20 @@ API = {
 }
 
 
+#: What functions return; it is imported from its module.
+RETURNED = (
+    "_handles.Attachment",
+    "saved.attach.SavingHandle",
+    "saved.report.SavedReport",
+    "saved.stores.base.StoreReport",
+    "saved.fit.Fitted",
+    "saved.fit.FitReport",
+    "grads.attachment.Gradients",
+    "watch.replicas.ReplicaReport",
+    "predict.explanation.Explanation",
+)
+
+
 def public() -> dict[str, object]:
     """Every public function and class, by its name."""
     found = {f"disthooks.{name}": getattr(disthooks, name) for name in disthooks.__all__ if name != "__version__"}
@@ -51,6 +66,9 @@ def public() -> dict[str, object]:
         inside = getattr(disthooks, module)
         names = getattr(inside, "__all__", [name for name in vars(inside) if not name.startswith("_")])
         found |= {f"disthooks.{module}.{name}": getattr(inside, name) for name in names}
+    for path in RETURNED:
+        module, _, name = path.rpartition(".")
+        found[f"disthooks.{path}"] = getattr(importlib.import_module(f"disthooks.{module}"), name)
     return {name: value for name, value in found.items() if callable(value) and not isinstance(value, types.ModuleType)}
 
 

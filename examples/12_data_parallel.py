@@ -36,7 +36,7 @@ assert outside.report().stored == 0
 print("around the replicas:", outside.report().stored, "bytes")
 
 # Inside: each replica opens them in its own thread. The report is shared by all replicas.
-wrapped = dh.SaveToDisk(net(), folder)
+wrapped = dh.SaveWith(net(), dh.OnDisk(folder), at_least=4096)
 inside = gradients(many(wrapped))
 report = wrapped.report()
 print("inside the replicas:", report.moved, "bytes")

@@ -10,7 +10,7 @@ import disthooks as dh
 
 torch.manual_seed(0)
 folder = tempfile.gettempdir()
-to_disk = dh.saving(dh.AtLeast("16 KiB"), dh.OnDisk(folder))
+to_disk = dh.saving(dh.OnDisk(folder), at_least="16 KiB")
 
 # A decorated function: nobody who calls it has to know.
 qr, eigh = to_disk(torch.linalg.qr), to_disk(torch.linalg.eigh)

@@ -10,6 +10,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.codecs import Codec
+from disthooks.saved.report import SavedReport
 
 torch.manual_seed(0)
 disk = dh.OnDisk(tempfile.gettempdir())
@@ -17,7 +18,7 @@ model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.Ta
 x = torch.randn(256, 128)
 
 
-def gradient(*codecs: Codec) -> tuple[torch.Tensor, dh.SavedReport]:
+def gradient(*codecs: Codec) -> tuple[torch.Tensor, SavedReport]:
     """The gradient of the third layer's weight, which is linear in what that layer saves."""
     with dh.save_activations(model, "", *codecs, disk) as saving:
         (grad,) = torch.autograd.grad(model(x).sum(), [model[2].weight])

@@ -24,7 +24,7 @@ truth = [parameter.grad.clone() for parameter in model.parameters()]
 # Four of them may stay. When a fifth comes, the oldest goes to disk: backward wants it last.
 memory = dh.OnDevice("4 MiB")
 tiers = dh.Tiered(memory, dh.OnDisk(folder, limit="1 GiB"))
-saving = dh.save_activations(model, "", dh.AtLeast("64 KiB"), tiers)
+saving = dh.save_activations(model, "", tiers, at_least="64 KiB")
 watch = dh.gradients(
     model, optimizer, stats=[dh.stats.Norm()], sinks=[dh.sinks.Jsonl(folder / "run.jsonl")], every=1, also=[saving]
 )

@@ -62,7 +62,7 @@ with tempfile.TemporaryDirectory() as folder:
     file.write_text(FILE.replace("max_norm", "maxnorm"))
     said = ""
     try:
-        dh.from_config(file)
+        dh.config.from_config(file)
     except dh.errors.ConfigError as error:
         said = str(error).replace(folder, "...")
     print(said)
@@ -70,7 +70,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert said.endswith("did you mean 'max_norm'?")
 
     # And back: objects as a file.
-    plan = dh.Plan(saves=[("blocks.*", dh.OnDisk(folder))], watches={"rules": [dh.ClipNorm(0.5)]})
+    plan = dh.config.Plan(saves=[("blocks.*", dh.OnDisk(folder))], watches={"rules": [dh.ClipNorm(0.5)]})
     file.write_text(plan.to_yaml())
-    assert dh.from_config(file).saves == plan.saves
-    assert dh.from_config(file).to_yaml() == plan.to_yaml()
+    assert dh.config.from_config(file).saves == plan.saves
+    assert dh.config.from_config(file).to_yaml() == plan.to_yaml()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.report import SavedReport
 
 
 class Gated(nn.Module):
@@ -32,7 +33,7 @@ weights = list(model.parameters())
 truth = torch.autograd.grad(model(x).square().mean(), weights)
 
 
-def gradients(*stages: object) -> tuple[tuple[torch.Tensor, ...], dh.SavedReport]:
+def gradients(*stages: object) -> tuple[tuple[torch.Tensor, ...], SavedReport]:
     """The gradients with ``stages``, and what became of the saved tensors."""
     with dh.save_activations(model, "*", *stages) as saving:
         found = torch.autograd.grad(model(x).square().mean(), weights)
@@ -40,8 +41,8 @@ def gradients(*stages: object) -> tuple[tuple[torch.Tensor, ...], dh.SavedReport
 
 
 disk = dh.OnDisk(tempfile.gettempdir())
-all_of_it, plain = gradients(dh.AtLeast("4 KiB"), disk)
-found, report = gradients(dh.AtLeast("4 KiB"), dh.Recompute(), disk)
+all_of_it, plain = gradients(disk, at_least="4 KiB")
+found, report = gradients(dh.Recompute(), disk, at_least="4 KiB")
 print(report)
 assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 assert all(torch.equal(a, b) for a, b in zip(all_of_it, truth, strict=True))

@@ -30,7 +30,7 @@ truth = [parameter.grad.clone() for parameter in model.parameters()]
 model.zero_grad()
 
 store = OnObjects("memory://bucket/scratch", in_flight="64 MiB")
-with dh.saving(dh.AtLeast("64 KiB"), store) as saved:
+with dh.saving(store, at_least="64 KiB") as saved:
     loss = model(batch).square().mean()
 store.wait()
 objects = fsspec.filesystem("memory").find("/bucket/scratch")
@@ -40,5 +40,7 @@ loss.backward()
 assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), truth, strict=True))
 
 # @register("store") has made it a kind, so a configuration can name it.
-plan = dh.from_config({"save": [{"modules": "*", "store": {"kind": "OnObjects", "url": "memory://bucket/scratch"}}]})
+plan = dh.config.from_config(
+    {"save": [{"modules": "*", "store": {"kind": "OnObjects", "url": "memory://bucket/scratch"}}]}
+)
 assert plan.saves[0][1].store == OnObjects("memory://bucket/scratch")

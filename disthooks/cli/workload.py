@@ -423,7 +423,7 @@ class _Keep(torch.autograd.Function):
 def round_trip(pipeline: Pipeline, dtype: torch.dtype) -> RoundTrip:
     """Let autograd save a random tensor of ``dtype`` through ``pipeline``, and take it back.
 
-    The tensor has 2**18 elements. ``AtLeast`` has no effect.
+    The tensor has 2**18 elements. ``at_least`` has no effect.
 
     Raises:
         DisthooksError: if the pipeline raises one.

@@ -24,7 +24,6 @@ from disthooks.grads.rules.base import Rule
 
 _ELSEWHERE = {
     "Functions": "no file can hold its two functions: write a class of your own, kind: package.module:Class",
-    "AtLeast": "write at_least: 4 KiB beside modules",
 }
 
 

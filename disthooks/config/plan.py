@@ -39,7 +39,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.grads.sinks.base import WhenRead
-from disthooks.saved.attach import Saving, save_activations
+from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.fit import FREE, STATE, Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
@@ -60,7 +60,7 @@ class SavingPlan(Attachment):
         fitted: the handle that keeps ``budget``, if ``fit`` is true; see :func:`disthooks.fit`.
     """
 
-    def __init__(self, parts: Sequence[Saving], missed: Mapping[int, MatchError] | None = None) -> None:
+    def __init__(self, parts: Sequence[SavingHandle], missed: Mapping[int, MatchError] | None = None) -> None:
         super().__init__()
         self._parts, self.missed = parts, dict(missed or {})
         self.fitted: Fitted | None = None

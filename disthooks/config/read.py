@@ -21,7 +21,7 @@ from disthooks.errors import ConfigError, UsageError
 from disthooks.grads import stats
 from disthooks.grads.stats.base import Stat
 from disthooks.saved.fit import FREE
-from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
+from disthooks.saved.pipeline import Pipeline, pipeline
 
 _BEGIN = "; it begins with a key and a colon in the first column: save:"
 _MOST = 3  # wrong values that are named in one error
@@ -222,9 +222,10 @@ def _entry(
 ) -> tuple[Any, Pipeline]:
     source = written.source
     stages: list[Any] = []
-    if entry["at_least"] is not None:
+    least = entry["at_least"]
+    if least is not None:
         try:
-            stages.append(AtLeast(entry["at_least"]))
+            parse_bytes(least, "at_least")
         except UsageError as error:
             source.fail((*path, "at_least"), f": {error}")
     if entry["recompute"] is not None:
@@ -240,7 +241,7 @@ def _entry(
         make_run(written)  # a store may open its file when it is made
     stages.append(builder.spec(entry["store"], "store", (*path, "store"))())
     try:
-        found = pipeline(*stages, selective_checkpoints=entry["selective_checkpoints"])
+        found = pipeline(*stages, at_least=least, selective_checkpoints=entry["selective_checkpoints"])
         return _patterns(entry["modules"], source, (*path, "modules")), found
     except UsageError as error:
         raise ConfigError(error if isinstance(error, ConfigError) else source.say(path, f": {error}")) from None

@@ -42,10 +42,11 @@ class saving:
     the original class is not changed.
 
     Args:
-        stages: a store, a :func:`~disthooks.pipeline`, or the arguments of one.
+        stages: a store; before it :class:`~disthooks.Recompute` and codecs, in this order.
+        at_least, selective_checkpoints: see :class:`~disthooks.SaveWith`.
 
     Raises:
-        UsageError: when ``stages`` make no pipeline, or when it decorates something else.
+        UsageError: when ``stages`` are none of these, or when it decorates something else.
 
     >>> import torch
     >>> from disthooks import OnDisk
@@ -64,8 +65,10 @@ class saving:
     """
 
     @uncompiled(BREAK)
-    def __init__(self, *stages: Stage | Pipeline) -> None:
-        checked = pipeline(*stages)
+    def __init__(
+        self, *stages: Stage | Pipeline, at_least: int | str | None = None, selective_checkpoints: bool = True
+    ) -> None:
+        checked = pipeline(*stages, at_least=at_least, selective_checkpoints=selective_checkpoints)
         self._site = HookSite(OpenPipeline(checked, None if checked.recompute is None else proofs_here()))
         # A stack, because the same block may be entered again while it is open; None where hooks could not open.
         self._entered = threading.local()  # the hooks that this thread entered and has not left
@@ -157,7 +160,7 @@ def _have_gradients(modules: Iterable[nn.Module]) -> bool:
     return any(p.grad is not None for module in modules for p in module.parameters())
 
 
-class Saving(Attachment):
+class SavingHandle(Attachment):
     """The handle of the hooks that :func:`save_activations` attached."""
 
     def __init__(self, pipeline: OpenPipeline, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
@@ -170,7 +173,7 @@ class Saving(Attachment):
         self.names = names
 
     def __repr__(self) -> str:
-        return f"<Saving of {len(self.names)} modules ({first_names(self.names)}) to {self._pipeline.store}>"
+        return f"<SavingHandle of {len(self.names)} modules ({first_names(self.names)}) to {self._pipeline.store}>"
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
@@ -193,7 +196,13 @@ class Saving(Attachment):
             counters.warned.warn("not called", _NOT_CALLED.format(names=first_names(self.names)))
 
 
-def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], *stages: Stage | Pipeline) -> Saving:
+def save_activations(
+    model: nn.Module,
+    patterns: Pattern | Iterable[Pattern],
+    *stages: Stage | Pipeline,
+    at_least: int | str | None = None,
+    selective_checkpoints: bool = True,
+) -> SavingHandle:
     """Put the tensors that autograd saves in the forward of the matching modules through ``stages``.
 
     Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, classes (``type(m)``) and
@@ -207,13 +216,14 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], *s
         model: the model, or a part of it.
         patterns: one or several patterns: a glob over the module's name (``*`` crosses dots), a module class, a
             predicate of name and module.
-        stages: a store, a :func:`~disthooks.pipeline`, or the arguments of one: ``Recompute(), OnCpu()``.
+        stages: a store; before it :class:`~disthooks.Recompute` and codecs, in this order: ``Recompute(), OnCpu()``.
+        at_least, selective_checkpoints: see :class:`~disthooks.SaveWith`.
 
     Returns:
         A handle with ``remove()`` and ``report()``; also a context manager.
 
     Raises:
-        UsageError: when ``model`` is no module, a pattern is none of these, or ``stages`` make no pipeline.
+        UsageError: when ``model`` is no module, or a pattern or stage is none of these.
         MatchError: when a pattern matches no module; the message lists near names.
         AttachError: when a module cannot take hooks in place (a ``GraphModule``, a scripted module, one that is
             attached already); the message names the remedy. Nothing is attached then.
@@ -226,13 +236,13 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], *s
     >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
     (('0', '2'), True, True)
     """
-    checked = pipeline(*stages)
+    checked = pipeline(*stages, at_least=at_least, selective_checkpoints=selective_checkpoints)
     found = chosen(model, patterns)
     opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(unwrap_engine(model)))
     return attach_to(found, HookSite(opened))
 
 
-def attach_to(found: Iterable[tuple[str, nn.Module]], site: HookSite) -> Saving:
+def attach_to(found: Iterable[tuple[str, nn.Module]], site: HookSite) -> SavingHandle:
     """Attach to the modules that :func:`chosen` found; each has ``site`` with a name of its own.
 
     Raises:
@@ -247,7 +257,7 @@ def attach_to(found: Iterable[tuple[str, nn.Module]], site: HookSite) -> Saving:
                 raise AttachError(f"{where} ({type(module).__name__}): {why}; wrap it instead: SaveWith(module, ...)")
             if site_of(module) is not None:
                 raise AttachError(f"{where} has saved-tensor hooks already: remove() that attachment first")
-        saving = Saving(site.pipeline, tuple(name for name, _ in found), [module for _, module in found])
+        saving = SavingHandle(site.pipeline, tuple(name for name, _ in found), [module for _, module in found])
         attach((module, site._replace(name=name or type(module).__name__)) for name, module in found)
         saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in found)))
         return saving

@@ -41,7 +41,7 @@ from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
-from disthooks.saved.attach import Saving, save_activations
+from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
 from disthooks.saved.computed_again import ComputedAgain, nearest_size
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
@@ -191,7 +191,7 @@ class Fitted(Attachment):
     def __init__(
         self,
         model: nn.Module,
-        parts: Sequence[Saving],
+        parts: Sequence[SavingHandle],
         tiers: Sequence[Tiered],
         budget: int | None,
         device: torch.device,

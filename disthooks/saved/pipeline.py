@@ -1,4 +1,4 @@
-"""The stages that a saved tensor goes through: a gate, ``Recompute``, codecs, then exactly one store.
+"""The stages that a saved tensor goes through: ``Recompute``, codecs, then exactly one store.
 
 A ``Pipeline`` is frozen and can be shared. An ``OpenPipeline`` is one at work, with the state of one attachment.
 """
@@ -20,33 +20,8 @@ from disthooks.saved.stores.base import Functions, Store
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """Gate: tensors of fewer bytes stay in memory.
-
-    Args:
-        size: bytes, an int or text such as ``"1 MiB"``; 0 sends every tensor to the store.
-
-    Raises:
-        UsageError: when ``size`` is not a size.
-
-    >>> AtLeast("4 KiB").nbytes
-    4096
-    """
-
-    size: int | str
-
-    def __post_init__(self) -> None:
-        parse_bytes(self.size, "at_least")
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return parse_bytes(self.size, "at_least")
-
-
-@dataclass(frozen=True)
 class Pipeline:
-    """A gate, codecs and a store, checked; made by :func:`pipeline`.
+    """Codecs and a store, checked; made by :func:`pipeline`.
 
     Attributes:
         at_least: tensors of fewer bytes stay in memory.
@@ -63,9 +38,8 @@ class Pipeline:
     selective_checkpoints: bool = True
 
     def __str__(self) -> str:
-        stages = [f"AtLeast({format_bytes(self.at_least)!r})"]
-        stages += [] if self.recompute is None else [repr(self.recompute)]
-        stages += [*map(repr, self.codecs), repr(self.store)]
+        stages = [] if self.recompute is None else [repr(self.recompute)]
+        stages += [*map(repr, self.codecs), repr(self.store), f"at_least={format_bytes(self.at_least)!r}"]
         stages += [] if self.selective_checkpoints else ["selective_checkpoints=False"]
         return ", ".join(stages)
 
@@ -130,32 +104,34 @@ class OpenPipeline:
         return self.counters.report(self.store, names, is_idle)
 
 
-_ORDER = "the order is AtLeast, Recompute, codecs, one store"
-Stage = AtLeast | Recompute | Codec | Store
+_ORDER = "the order is Recompute, codecs, one store"
+Stage = Recompute | Codec | Store
 
 
-def pipeline(*stages: Stage | Pipeline, selective_checkpoints: bool = True) -> Pipeline:
-    """Chain ``AtLeast`` and ``Recompute`` (at most one each), codecs (any number) and exactly one store, in this order.
+def pipeline(
+    *stages: Stage | Pipeline, at_least: int | str | None = None, selective_checkpoints: bool = True
+) -> Pipeline:
+    """Chain ``Recompute`` (at most one), codecs (any number) and exactly one store, in this order.
 
     Args:
         stages: the stages.
+        at_least: tensors of fewer bytes stay in memory: an int or text such as ``"1 MiB"``; 0 sends every tensor to the
+            store. None for ``store.min_bytes``: 64 KiB for ``OnDisk``, 4 KiB for others, 0 for ``Functions``.
         selective_checkpoints: whether the tensors that a selective checkpoint keeps for backward go to the store, too.
 
-    Without ``AtLeast``, tensors of fewer than ``store.min_bytes`` bytes are kept where they are: under 64 KiB for
-    ``OnDisk``, under 4 KiB for others, none for ``Functions``.
-
     Raises:
-        UsageError: when the order is another, a store is missing, or a codec or ``Recompute`` stands before
-            ``Functions``, whose ``pack`` takes tensors as autograd gives them.
+        UsageError: when ``at_least`` is no size, the order is another, a store is missing, or a codec or ``Recompute``
+            stands before ``Functions``, whose ``pack`` takes tensors as autograd gives them.
 
     >>> from disthooks import OnCpu
-    >>> print(pipeline(AtLeast("1 MiB"), OnCpu()))
-    AtLeast('1.0 MiB'), OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB', keep=None)
+    >>> print(pipeline(OnCpu(), at_least="1 MiB"))
+    OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB', keep=None), at_least='1.0 MiB'
     """
+    least = None if at_least is None else parse_bytes(at_least, "at_least")
     if len(stages) == 1 and isinstance(stages[0], Pipeline):
-        return stages[0] if selective_checkpoints else replace(stages[0], selective_checkpoints=False)
+        made = stages[0] if selective_checkpoints else replace(stages[0], selective_checkpoints=False)
+        return made if least is None else replace(made, at_least=least)
     rest = list(stages)
-    gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
     recompute = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
     if not isinstance(store, Store):
@@ -169,7 +145,7 @@ def pipeline(*stages: Stage | Pipeline, selective_checkpoints: bool = True) -> P
         raise _error(stages, ": put the codec into the pack and unpack of Functions")
     if recompute is not None and isinstance(store, Functions):
         raise _error(stages, ": Functions takes each tensor as it is; give Recompute another store")
-    least = gate.nbytes if isinstance(gate, AtLeast) else store.min_bytes
+    least = store.min_bytes if least is None else least
     drops = recompute if isinstance(recompute, Recompute) else None
     return Pipeline(least, tuple(codecs), store, drops, selective_checkpoints)
 

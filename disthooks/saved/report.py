@@ -241,13 +241,13 @@ class SavedReport:
         if self.calls and not self.stored and self.kept_by.get("small") and not self.kept_by.get("in place"):
             found.append(
                 f"nothing was stored: {format_bytes(self.kept_by['small'])} are in tensors too small to be worth it; "
-                "AtLeast(0) stores them all the same"
+                "at_least=0 stores them all the same"
             )
         waited = self.pack_seconds + self.unpack_seconds
         if 0 < self.moved < self.tensors * _WORTH and any(tier.written for tier in self.tiers):
             found.append(
                 f"the tensors that are moved have {format_bytes(self.moved / self.tensors)} on average, less than is "
-                f"worth moving: keep the small ones, AtLeast({format_bytes(_WORTH)!r})"
+                f"worth moving: keep the small ones, at_least={format_bytes(_WORTH)!r}"
             )
         elif self.moved and waited > _MUCH and waited > self.hidden_seconds:
             only_host = all(tier.name.startswith(("OnCpu", "OnDevice")) for tier in self.tiers)

@@ -1,72 +1,31 @@
-"""Wrappers of modules: hooks open inside the forward of each replica, in the thread that runs it."""
+"""``SaveWith``, a wrapper of a module: hooks open inside the forward of each replica, in the thread that runs it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from disthooks._torch import being_swapped, metadata_being_loaded, reparametrizing, uncompiled
+from disthooks._torch import metadata_being_loaded, uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.eligibility import nothing_to_hook, reason_never_called
 from disthooks.saved.hooks import HookSite
-from disthooks.saved.pipeline import AtLeast, OpenPipeline, Pipeline, Stage, pipeline
+from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_of
 from disthooks.saved.report import SavedReport
-from disthooks.saved.stores.cpu import OnCpu
-from disthooks.saved.stores.disk import OnDisk
 
 # torch's own activation wrappers use this name. Its distributed checkpoints and FSDP strip it from names (decision 7).
 _INNER = "_checkpoint_wrapped_module"
 _OWN = frozenset(nn.Module().__dict__) | {_INNER, "_site", "_added"}  # attributes of the wrapper, not of what is inside
-_KINDS = ("_parameters", "_buffers")
 
-# [Note: reparametrized wrappers]
-# torch's weight_norm and pruning take a parameter out of ``module._parameters`` and compute it again in a forward
-# pre-hook. A wrapper's own dictionaries are empty, so each is a ``_Inside``, which looks up a key in the dictionary of
-# the module inside. The hook runs before the wrapper's forward, and sets the tensor on the module inside, as
-# ``__setattr__`` does. Code that lists the dictionaries (``named_parameters``, ``state_dict``) finds them empty.
-# Two ways of reparametrizing cannot reach the module inside, and are refused before they change anything:
-# ``parametrize`` puts a property into the class of the module that it is given, and the module inside would not see it.
-# ``spectral_norm`` adds state_dict hooks that write and read versions under the wrapper's name, which belongs to the
-# versions of the module inside.
-
-
-class _Inside(dict[str, Any]):
-    """The ``_parameters`` or ``_buffers`` of a wrapper: empty, but each key is looked up in the module inside."""
-
-    def __init__(self, modules: dict[str, nn.Module | None], kind: str) -> None:
-        super().__init__()
-        self._modules = modules
-        self._kind = kind
-
-    def _reached(self) -> dict[str, Any]:
-        return getattr(self._modules[_INNER], self._kind)  # type: ignore[no-any-return]
-
-    def __missing__(self, name: str) -> Any:
-        found = self._reached()[name]
-        if reparametrizing() is not None:
-            raise UsageError(_refusal("torch.nn.utils.spectral_norm", name))
-        return found
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._reached()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._reached()[name]
-
-    def pop(self, name: str, *default: Any) -> Any:
-        return self._reached().pop(name, *default)
-
-
-def _refusal(function: str, name: str) -> str:
-    return (
-        f"{function} cannot reach {name!r} through a disthooks wrapper, and nothing was changed: apply it to "
-        "the module before it is wrapped, or to `wrapper.unwrapped`, the module inside"
-    )
+# [Note: what cannot reach through a wrapper]
+# A wrapper has no parameters itself: code that puts another tensor in the place of a parameter looks for it in the
+# dictionaries of the module that it is given, and finds nothing. So pruning, weight_norm, spectral_norm, parametrize
+# and torch.func.functional_call are applied to the module before it is wrapped, or to `wrapper.unwrapped`. `register_*`
+# says so, because pruning calls it first. The others are errors of torch, before it has changed anything.
+# `save_activations` has none of these limits.
 
 
 class SaveWith(nn.Module):
@@ -79,12 +38,15 @@ class SaveWith(nn.Module):
 
     Args:
         module: the module to wrap.
-        stages: a store, a :func:`~disthooks.pipeline`, or the arguments of one.
+        stages: a store; before it :class:`~disthooks.Recompute` and codecs, in this order.
+        at_least: tensors of fewer bytes stay where they are: an int or text such as ``"1 MiB"``, 0 for all to go. None
+            for 64 KiB with ``OnDisk``, 4 KiB with other stores.
+        selective_checkpoints: whether the tensors that a selective checkpoint keeps for backward go to the store, too.
 
     Raises:
-        UsageError: when ``module`` is no module, or ``stages`` make no pipeline.
+        UsageError: when ``module`` is no module, or ``stages`` are none of these.
 
-    >>> from disthooks import OnDisk, pipeline
+    >>> from disthooks import OnDisk
     >>> net = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), SaveWith(nn.Linear(512, 4), OnDisk("/tmp")))
     >>> net(torch.ones(64, 8)).sum().backward()
     >>> net[2].report().moved == 64 * 512 * 4
@@ -93,33 +55,25 @@ class SaveWith(nn.Module):
     ['0.bias', '0.weight', '2.bias', '2.weight']
     """
 
-    def __init__(self, module: nn.Module, *stages: Stage | Pipeline) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *stages: Stage | Pipeline,
+        at_least: int | str | None = None,
+        selective_checkpoints: bool = True,
+    ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
         if why := reason_never_called(module):
             raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
-        checked = pipeline(*stages)
+        checked = pipeline(*stages, at_least=at_least, selective_checkpoints=selective_checkpoints)
         opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(module))
         self._site = HookSite(opened, type(module).__name__)
         self.add_module(_INNER, module)
-        self._reach_inside()
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_strip_messages)  # type: ignore[no-untyped-call]
-
-    def _reach_inside(self) -> None:
-        """See [Note: reparametrized wrappers]."""
-        for kind in _KINDS:
-            self.__dict__[kind] = _Inside(self._modules, kind)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The copy makes dictionaries of its own: those of this wrapper reach into the module inside this wrapper.
-        return {**self.__dict__, **{kind: {} for kind in _KINDS}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._reach_inside()
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -163,20 +117,9 @@ class SaveWith(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "parametrizations":
-                self._refuse_parametrize()
+            if name == "parametrizations":  # torch would take them out of the class of the wrapper
+                raise
             return getattr(super().__getattr__(_INNER), name)
-
-    def _refuse_parametrize(self) -> None:
-        """Raise UsageError if ``parametrize`` asks for it. See [Note: reparametrized wrappers]."""
-        function, name = reparametrizing() or ("", "")
-        inner = _innermost(self)
-        if function == "type_before_parametrizations":  # it would return the base of the wrapper's class
-            raise AttributeError(f"{type(self).__name__} is not parametrized itself")
-        is_there = name in getattr(inner, "parametrizations", ())
-        is_known = is_there or any(name in getattr(inner, kind) for kind in _KINDS)
-        if function and is_known and is_there is (function == "remove_parametrizations"):
-            raise UsageError(_refusal(f"torch.nn.utils.parametrize.{function}", name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set ``name`` on the module inside, from which it is read, unless torch or this class keeps it on the wrapper.
@@ -189,11 +132,7 @@ class SaveWith(nn.Module):
             if name == "training" and inner is not None:
                 inner.training = value
             return
-        innermost = _innermost(inner)
-        if innermost is not None and name in innermost._parameters and being_swapped():
-            innermost._parameters[name] = value  # torch.func.functional_call puts tensors in place of parameters
-        else:
-            setattr(inner, name, value)
+        setattr(inner, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__ or _INNER not in self._modules:
@@ -206,72 +145,21 @@ class SaveWith(nn.Module):
         super().add_module(name, module) if name == _INNER else self.unwrapped.add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter to the module inside."""
-        self.unwrapped.register_parameter(name, param)
+        """Refuse; see [Note: what cannot reach through a wrapper]."""
+        self._refuse("register_parameter", name)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Add a buffer to the module inside."""
-        self.unwrapped.register_buffer(name, tensor, persistent)
+        """Refuse; see [Note: what cannot reach through a wrapper]."""
+        self._refuse("register_buffer", name)
+
+    def _refuse(self, function: str, name: str) -> NoReturn:
+        raise UsageError(
+            f"{function}({name!r}) on a disthooks wrapper, and nothing was changed: call it, or what called it "
+            "(pruning), on the module before it is wrapped, or on `wrapper.unwrapped`, the module inside"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         return self.unwrapped[index]  # type: ignore[index]
-
-
-class SaveToCpu(SaveWith):
-    """Run ``module`` with its saved tensors in CPU memory; see :class:`SaveWith` and :class:`~disthooks.OnCpu`.
-
-    Args:
-        module: the module to wrap.
-        pin_memory: page-locked copies: True, False, or ``"auto"`` for wherever there is a GPU.
-        at_least: tensors of fewer bytes stay where they are.
-        limit: most bytes of copies at any time.
-
-    Raises:
-        UsageError: when an argument is none of what it may be.
-
-    >>> SaveToCpu(nn.Linear(3, 2)).state_dict().keys() == nn.Linear(3, 2).state_dict().keys()
-    True
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        pin_memory: bool | Literal["auto"] = "auto",
-        at_least: int | str = "4 KiB",
-        limit: int | str | None = None,
-    ) -> None:
-        super().__init__(module, AtLeast(at_least), OnCpu(limit, pin_memory=pin_memory))
-
-
-class SaveToDisk(SaveWith):
-    """Run ``module`` with its saved tensors on disk; see :class:`SaveWith` and :class:`~disthooks.OnDisk`.
-
-    Args:
-        module: the module to wrap.
-        directory: an existing, writable directory; the file in it has no name and dies with the process.
-        at_least: tensors of fewer bytes stay where they are.
-        limit: most bytes at any time.
-
-    Raises:
-        UsageError: when an argument is none of what it may be.
-        StoreError: when no file can be made in ``directory``.
-
-    >>> block = SaveToDisk(nn.Linear(256, 256), "/tmp", at_least="4 KiB")
-    >>> block(torch.ones(64, 256)).sum().backward()
-    >>> block.report().moved
-    65536
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        directory: str | os.PathLike[str],
-        *,
-        at_least: int | str = "4 KiB",
-        limit: int | str | None = None,
-    ) -> None:
-        super().__init__(module, AtLeast(at_least), OnDisk(directory, limit))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -290,7 +178,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         UsageError: when ``model`` is no module; when a wrapper has hooks of its own, as after
             ``fully_shard(wrapper)``: they would be lost.
 
-    >>> net = nn.Sequential(nn.Linear(8, 4), SaveToCpu(SaveToCpu(nn.Linear(4, 2))))
+    >>> from disthooks import OnCpu
+    >>> net = nn.Sequential(nn.Linear(8, 4), SaveWith(SaveWith(nn.Linear(4, 2), OnCpu()), OnCpu()))
     >>> [type(layer).__name__ for layer in unwrap(net)]
     ['Linear', 'Linear']
     """
@@ -300,8 +189,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(module, SaveWith) and any(getattr(module, hooks) for hooks in _HOOKS):
             raise UsageError(
                 f"{name or 'the model'!r} cannot be unwrapped: {type(module).__name__} has hooks of its own, an "
-                "engine's perhaps, that would be lost. Unwrap before the engine takes the model, and after pruning or "
-                "weight_norm of the wrapper is removed; its state_dict is that of the plain model in any case"
+                "engine's perhaps, that would be lost. Unwrap before the engine takes the model; its state_dict is "
+                "that of the plain model in any case"
             )
     # Nothing was changed until here, so a model that cannot be unwrapped is as it was.
     for module in list(model.modules()):

@@ -16,14 +16,13 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import group_files, tape
 from disthooks.saved.stores.copies import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Gate, Nth, write
-
-ALL = dh.AtLeast(0)
 
 
 def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
@@ -87,7 +86,7 @@ def test_gradients_are_bit_identical(case: str, direct: bool, tmp_path: pathlib.
     for seed in range(3):
         if device.type == "sim":
             simulated.delays(200e-6, seed)
-        saved = dh.saving(ALL, store)
+        saved = dh.saving(store, at_least=0)
         assert identical(step(model, x, saved), expected)
         report = saved.report()
         assert report.moved == report.stored > 1000
@@ -102,7 +101,7 @@ def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.devic
     store = dh.OnDisk(tmp_path, in_flight="200 KiB")
     for seed in range(4):
         x = on(device, 20_000 + 7 * seed, seed)
-        with dh.saving(ALL, store):
+        with dh.saving(store, at_least=0):
             y = chain(x)
         store.wait()
         before = store.report()[0]
@@ -117,7 +116,7 @@ def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.devic
 @pytest.mark.usefixtures("each_alone")
 def test_a_second_backward_reads_again(tmp_path: pathlib.Path, device: torch.device) -> None:
     store, x = dh.OnDisk(tmp_path), on(device)
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         y = chain(x).sum()
     store.wait()
     grads = [torch.autograd.grad(y, x, retain_graph=True)[0].cpu() for _ in range(3)]
@@ -182,7 +181,7 @@ def test_a_write_that_fails_is_said_once_and_loses_nothing(
 
     shut = Gate(Nth(write, 3, full))
     monkeypatch.setattr(os, "pwrite", shut)
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         y = chain(x, 4).sum()
     shut.open.set()
     with pytest.raises(StoreError, match="No space left") as caught:
@@ -224,7 +223,7 @@ def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
 
     def train(seed: int) -> None:
         x = on(device, 4000 + seed, seed)
-        with dh.saving(ALL, store):
+        with dh.saving(store, at_least=0):
             y = chain(x)
         y.sum().backward()
         found[seed] = torch.equal(x.grad.cpu(), truth(x))
@@ -260,7 +259,7 @@ if not torch.cuda.is_available():
 import disthooks as dh
 device = torch.device("cuda" if torch.cuda.is_available() else "sim", 0)
 x = torch.ones(100_000, device=device, requires_grad=True)
-with dh.saving(dh.AtLeast(0), dh.OnDisk(sys.argv[1])) as saved:
+with dh.saving(dh.OnDisk(sys.argv[1]), at_least=0) as saved:
     y = x
     for _ in range(20):
         y = y.sin()
@@ -279,7 +278,7 @@ def test_what_was_dropped_counts_until_it_is_copied(tmp_path: pathlib.Path, devi
 
     def forwards() -> None:
         for _ in range(12):
-            with dh.saving(ALL, store):
+            with dh.saving(store, at_least=0):
                 chain(x, 3)
             most.append(torch.accelerator.memory_allocated())
 
@@ -333,7 +332,7 @@ def test_its_threads_are_on_the_device(
     x = on(torch.device(device.type, 1))
     store = dh.OnDisk(tmp_path)
     for _ in range(3):
-        with dh.saving(dh.pipeline(ALL, store)):
+        with dh.saving(pipeline(store, at_least=0)):
             y = chain(x)
         store.wait()
         (grad,) = torch.autograd.grad(y.sum(), x)

@@ -253,7 +253,7 @@ def test_a_configuration_keeps_a_budget_with_several_entries(device: torch.devic
     plain = without("decoder", device, free)
     budget = int(0.7 * max(plain.peaks))
     entries = [{"modules": name, "store": {"kind": "OnCpu", "in_flight": size}} for name, size in HALVES.items()]
-    plan = dh.from_config({"budget": budget, "fit": True, "save": entries})
+    plan = dh.config.from_config({"budget": budget, "fit": True, "save": entries})
     run = trained("decoder", device, plan.save, STEPS + 2)
     assert 0.85 * budget <= run.peaks[-1] <= max(run.peaks) <= budget
     same = trained("decoder", device, lambda model: contextlib.nullcontext(), STEPS + 2)
@@ -456,7 +456,7 @@ def test_with_as_many_bytes_as_are_missing_nothing_moves(device: torch.device) -
 def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device) -> None:
     entry = {"modules": "*", "store": {"kind": "OnCpu"}}
     rules = {"rules": [{"kind": "ClipPercentile"}]}
-    plan = dh.from_config({"budget": "24 MiB", "fit": True, "save": [entry], "watch": rules})
+    plan = dh.config.from_config({"budget": "24 MiB", "fit": True, "save": [entry], "watch": rules})
     first = Run("decoder", device)
     with plan.prepare(first.model, first.optimizer) as prepared:
         for _ in range(3):

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.saved.attach import Saving
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.host import pool_of
 from tests.support.models import Tiny, tokens
 from tests.support.sim import simulated
@@ -22,7 +23,7 @@ STEPS = 2000 if os.environ.get("DISTHOOKS_FULL") else 500  # on a GPU
 
 PIPELINES: dict[str, Callable[[], object]] = {
     "cpu": dh.OnCpu,
-    "quantized": lambda: dh.pipeline(dh.Quantize(8), dh.OnCpu()),
+    "quantized": lambda: pipeline(dh.Quantize(8), dh.OnCpu()),
     "keep": lambda: dh.OnCpu(keep="192 KiB", in_flight="64 KiB"),
     "tiers": lambda: dh.Tiered(dh.OnDevice("256 KiB"), dh.OnCpu()),
     "disk": lambda: dh.OnDisk("/tmp"),

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.sim import simulated
 
 STEPS = 2000 if os.environ.get("DISTHOOKS_FULL") else 120
@@ -153,12 +154,12 @@ ALLOWED = {"page-locked bytes": 1 << 20, "resident bytes": 24 << 20, "threads": 
 def test_many_steps_have_the_bits_of_no_hooks_and_nothing_grows(
     device: torch.device, way: str, tmp_path: pathlib.Path
 ) -> None:
-    pipeline = dh.pipeline(dh.AtLeast(0), *WAYS[way](str(tmp_path)))
+    stages = pipeline(*WAYS[way](str(tmp_path)), at_least=0)
     cpu = torch.device("cpu")
     truth, ours = made(cpu), made(device)
     early: dict[str, int] = {}
     edits = 0
-    with dh.save_activations(ours[0], "layers.*", pipeline) as saving:
+    with dh.save_activations(ours[0], "layers.*", stages) as saving:
         for i, step in enumerate(given(STEPS)):
             wrong = train(*truth, step, cpu)
             if device.type == "sim":

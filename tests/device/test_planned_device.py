@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import disthooks as dh
 from disthooks.predict.plans.planned import planned
+from disthooks.saved.pipeline import pipeline
 from tests.unit.predict.test_planned import Adapted, Own, Residual, figures, step
 
 KIB = 1 << 10
@@ -44,19 +45,18 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "adapted": lambda: (Adapted(), torch.randn(64, 64)),
     "own": lambda: (Own(), torch.randn(64, 64)),
 }
-GATE = dh.AtLeast("4 KiB")
 PIPELINES: dict[str, Callable[[Any], Any]] = {
     "OnCpu": lambda folder: dh.OnCpu(),
     "OnCpu keep": lambda folder: dh.OnCpu(keep="300 KiB", in_flight="200 KiB"),
     "OnDevice": lambda folder: dh.OnDevice(),
-    "OnDisk": lambda folder: dh.pipeline(GATE, dh.OnDisk(folder)),
-    "Cast": lambda folder: dh.pipeline(GATE, dh.Cast(torch.bfloat16), dh.OnDevice()),
-    "Quantize": lambda folder: dh.pipeline(GATE, dh.Quantize(8), dh.OnCpu()),
-    "Compact": lambda folder: dh.pipeline(GATE, dh.Compact(), dh.OnCpu()),
-    "Recompute": lambda folder: dh.pipeline(GATE, dh.Recompute(), dh.OnCpu()),
-    "Recompute products": lambda folder: dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(folder)),
-    "Tiered": lambda folder: dh.pipeline(
-        GATE, dh.Tiered(dh.OnDevice("600 KiB"), dh.OnCpu("400 KiB"), dh.OnDisk(folder))
+    "OnDisk": lambda folder: pipeline(dh.OnDisk(folder), at_least="4 KiB"),
+    "Cast": lambda folder: pipeline(dh.Cast(torch.bfloat16), dh.OnDevice(), at_least="4 KiB"),
+    "Quantize": lambda folder: pipeline(dh.Quantize(8), dh.OnCpu(), at_least="4 KiB"),
+    "Compact": lambda folder: pipeline(dh.Compact(), dh.OnCpu(), at_least="4 KiB"),
+    "Recompute": lambda folder: pipeline(dh.Recompute(), dh.OnCpu(), at_least="4 KiB"),
+    "Recompute products": lambda folder: pipeline(dh.Recompute(products=1), dh.OnDisk(folder), at_least="4 KiB"),
+    "Tiered": lambda folder: pipeline(
+        dh.Tiered(dh.OnDevice("600 KiB"), dh.OnCpu("400 KiB"), dh.OnDisk(folder)), at_least="4 KiB"
     ),
 }
 

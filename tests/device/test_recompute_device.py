@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.recompute.verify import Verification
 from tests.support.sim import simulated
 
@@ -41,7 +42,7 @@ def test_gradients_are_those_without_hooks(kind: str, device: torch.device, tmp_
     x = torch.randn(48, 32).to(device)
     weights = list(model.parameters())
     truth = torch.autograd.grad(model(x).square().sum(), weights)
-    with dh.save_activations(model, "*", dh.pipeline(dh.AtLeast(0), dh.Recompute(), store)) as saving:
+    with dh.save_activations(model, "*", pipeline(dh.Recompute(), store, at_least=0)) as saving:
         for _ in range(6):
             grads = torch.autograd.grad(model(x).square().sum(), weights)
             torch.accelerator.synchronize(device)
@@ -64,7 +65,7 @@ def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> N
 
     with simulated.counted() as plain:
         step()
-    with dh.save_activations(model, "*", dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDevice("1 GiB"))) as saving:
+    with dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0)) as saving:
         for _ in range(8):  # the 8th is the last that is compared for long
             step()
             torch.accelerator.synchronize(device)
@@ -80,7 +81,7 @@ def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
     truth = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    line = dh.pipeline(dh.AtLeast(0), dh.Recompute(check="always"), dh.OnDevice("1 GiB"))
+    line = pipeline(dh.Recompute(check="always"), dh.OnDevice("1 GiB"), at_least=0)
     with dh.save_activations(model, "*", line) as saving:
         for step in range(1, 4):
             grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
@@ -103,7 +104,7 @@ def ahead(device: torch.device) -> Iterator[None]:
 
 
 def _line() -> object:
-    return dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDevice("1 GiB"))
+    return pipeline(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0)
 
 
 def _attached_once(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
@@ -131,7 +132,7 @@ def _wrapped_anew(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int
 
 def _in_a_block(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
     for _ in range(steps):
-        with dh.saving(dh.AtLeast(0), dh.Recompute(), dh.OnDevice("1 GiB")) as saved:
+        with dh.saving(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0) as saved:
             loss = model(x).square().sum()
         loss.backward()
         yield saved.report().recomputed
@@ -244,7 +245,7 @@ def test_proofs_do_not_hold_a_model(device: torch.device) -> None:
 
 
 def _products() -> object:
-    return dh.pipeline(dh.AtLeast(0), dh.Recompute(products=2), dh.OnDevice("1 GiB"))
+    return pipeline(dh.Recompute(products=2), dh.OnDevice("1 GiB"), at_least=0)
 
 
 @pytest.mark.usefixtures("ahead")

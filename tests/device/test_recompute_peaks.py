@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.sim import simulated
 
 ROWS, WIDTH, STEPS = 256, 64, 17
@@ -79,7 +80,7 @@ def test_no_step_needs_more_memory_than_the_third(
     model, x = nn.Sequential(*[Gated() for _ in range(6)]).to(device), torch.randn(ROWS, WIDTH).to(device)
     without, _ = _peaks(model, x, how, None, 3)
     recompute = dh.Recompute(check=check, products=products)  # type: ignore[arg-type]
-    line = dh.pipeline(dh.AtLeast(0), recompute, dh.OnDevice("1 GiB"))
+    line = pipeline(recompute, dh.OnDevice("1 GiB"), at_least=0)
     peaks, dropped = _peaks(model, x, how, line)
     assert dropped[0] > 6 * ONE * (1 + products)
     assert dropped == [dropped[0]] * STEPS
@@ -97,7 +98,7 @@ def test_a_comparison_in_forward_brings_nothing_else_back(device: torch.device) 
     model, x = nn.Sequential(*[Gated() for _ in range(12)]).to(device), torch.randn(ROWS, WIDTH).to(device)
     limit, written = 4 * ONE, [0]
     tiers = dh.Tiered(dh.OnDevice(limit), dh.OnCpu())
-    with dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), dh.Recompute(), tiers)) as saving:
+    with dh.save_activations(model, "", pipeline(dh.Recompute(), tiers, at_least=0)) as saving:
         for step in range(STEPS):
             loss = model(x).square().sum()
             torch.accelerator.synchronize()

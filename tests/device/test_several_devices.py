@@ -17,7 +17,6 @@ from disthooks.errors import StoreError
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
 
-ALL = dh.AtLeast(0)
 N = 256 << 10  # bytes of a tensor, which is too large to share a copy
 
 
@@ -127,7 +126,7 @@ def test_two_devices_in_turn(
         if two[0].type == "sim":
             simulated.delays(200e-6, number)
         with peaks(two) as peak:
-            with dh.saving(ALL, tiers):
+            with dh.saving(tiers, at_least=0):
                 loss = in_turn(*pair, lengths, watch)
             assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, pair), truth, strict=True))
             del loss
@@ -181,7 +180,7 @@ def test_threads_on_two_devices(
     def work(i: int) -> None:
         try:
             x = inputs[i]
-            with dh.saving(ALL, tiers):
+            with dh.saving(tiers, at_least=0):
                 loss = chain(x, length)
             # Another thread of this device may put a tensor now, and move one, which is counted in both stores, and may
             # move the next one while the stores are asked one after the other.
@@ -217,9 +216,9 @@ def test_a_last_store_that_is_full_is_an_error_and_nothing_is_held(two: tuple[to
     truth = torch.autograd.grad(in_turn(*pair, (4, 4)), pair)
     tiers = dh.Tiered(dh.OnDevice(4 * N), dh.OnCpu(4 * N))
     for _ in range(2):
-        with dh.saving(ALL, tiers), pytest.raises(StoreError, match="last tier is full"):
+        with dh.saving(tiers, at_least=0), pytest.raises(StoreError, match="last tier is full"):
             in_turn(*pair, (20, 20))
         assert soon(lambda: is_empty(tiers))
-        with dh.saving(ALL, tiers):
+        with dh.saving(tiers, at_least=0):
             loss = in_turn(*pair, (4, 4))
         assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, pair), truth, strict=True))

@@ -15,6 +15,7 @@ import disthooks as dh
 from disthooks import _torch
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import offload
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
@@ -99,7 +100,7 @@ def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatc
     side, main = new_stream(device), current_stream(device)
     part = given(device, 8 * N).detach()[1000:3000]
     leaf = given(device, 2000)
-    saving = dh.saving(dh.pipeline(dh.AtLeast("64 KiB"), dh.OnCpu()))
+    saving = dh.saving(pipeline(dh.OnCpu(), at_least="64 KiB"))
     saving.__enter__()
     with on(side):
         y = leaf * part
@@ -267,7 +268,7 @@ def test_what_has_no_history_is_not_trusted_by_its_version(
 
     copying = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
     expected = gradients(copying)
-    found = gradients(dh.saving(dh.AtLeast(0), *stages, dh.OnCpu()))
+    found = gradients(dh.saving(*stages, dh.OnCpu(), at_least=0))
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)

@@ -17,8 +17,6 @@ from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
 
-ALL = dh.AtLeast(0)
-
 
 def chain(x: torch.Tensor, length: int) -> torch.Tensor:
     for _ in range(length):
@@ -56,7 +54,7 @@ def test_gradients_are_bit_identical(case: str, kind: str, tmp_path: pathlib.Pat
     for seed in range(3):
         if device.type == "sim":
             simulated.delays(200e-6, seed)
-        saved = dh.saving(ALL, tiers)
+        saved = dh.saving(tiers, at_least=0)
         assert identical(step(model, x, saved), expected)
         assert saved.report().held == 0
     assert sum(report.written + report.never_written for report in tiers.report()[1:]) > 0
@@ -78,7 +76,7 @@ def test_the_limit_holds_what_is_in_flight_too(kind: str, tmp_path: pathlib.Path
         torch.accelerator.synchronize()
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        with dh.saving(ALL, tiers):
+        with dh.saving(tiers, at_least=0):
             y = x
             for _ in range(length):
                 y = y.sin()
@@ -112,7 +110,7 @@ def test_nobody_waits_on_the_host(device: torch.device) -> None:
     x = torch.randn(20_000).to(device).requires_grad_()
     tiers = dh.Tiered(dh.OnDevice("400 KiB"), dh.OnCpu())
     for _ in range(2):
-        with dh.saving(ALL, tiers), simulated.counted() as forward:
+        with dh.saving(tiers, at_least=0), simulated.counted() as forward:
             y = chain(x, 30)
         y.sum().backward()
     assert forward["to_host_async_bytes"] >= 20 * x.nbytes

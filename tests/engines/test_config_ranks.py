@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.config import Prepared
 from disthooks.config.plan import weights_of
 from disthooks.errors import AttachError, ConfigError
 from tests.support.ranks.harness import Ranks
@@ -47,7 +48,7 @@ def _engine(folder: str, stage: int, hooks: Any, as_file: str = "") -> Any:
     return deepspeed.initialize(model=_net(), config=as_file or config, dist_init_required=False)[0]
 
 
-def _numbers(engine: Any, rank: int, attached: dh.Prepared) -> tuple[dict[str, Any], int]:
+def _numbers(engine: Any, rank: int, attached: Prepared) -> tuple[dict[str, Any], int]:
     with attached:
         for step in range(2):
             engine.backward(engine(torch.full((8, 64), float(step + rank))).square().mean())
@@ -64,7 +65,7 @@ def _deepspeed(rank: int, folder: str) -> dict[str, Any]:
     engine = _engine(folder, 2, HOOKS | sinks, f"{folder}/ds{rank}.json")
     found = {"prepare": _numbers(engine, rank, dh.prepare(engine))}
     engine = _engine(folder, 2, {})
-    found["plan"] = _numbers(engine, rank, dh.from_config(HOOKS).prepare(engine))
+    found["plan"] = _numbers(engine, rank, dh.config.from_config(HOOKS).prepare(engine))
     third = _engine(folder, 3, "nowhere.yaml")
     found["shards"] = weights_of(third)
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: .* \(the 'disthooks' of DeepSpeed's conf"):

@@ -17,6 +17,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import detect_engine
+from disthooks.saved.pipeline import pipeline
 from tests.support import needs
 from tests.support.engines import close
 from tests.support.models import Tiny, tokens
@@ -149,7 +150,7 @@ def test_a_model_built_under_zero_init(ranks: Ranks, how: str, tmp_path: pathlib
 
 
 def _alive(rank: int, how: str, folder: str) -> list[tuple[int, int]]:
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+    line = pipeline(dh.OnDisk(folder), at_least=0)
     return alive_with_and_without(Tiny, functools.partial(_engine, stage=3), how, line, rank)
 
 

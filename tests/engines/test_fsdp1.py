@@ -18,6 +18,7 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
+from disthooks.saved.pipeline import pipeline
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
 from tests.support.models import Block, Tiny, identical, tokens
 from tests.support.ranks.harness import Ranks
@@ -86,7 +87,7 @@ def test_options_change_nothing(ranks: Ranks, name: str, orig: bool, how: str, t
 
 
 def _alive(rank: int, strategy: str, orig: bool, how: str, folder: str) -> list[tuple[int, int]]:
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+    line = pipeline(dh.OnDisk(folder), at_least=0)
     return alive_with_and_without(Tiny, functools.partial(_fsdp, strategy=strategy, orig=orig), how, line, rank)
 
 
@@ -118,7 +119,7 @@ def _checkpointed(rank: int, how: str, folder: str) -> tuple[bool, int, int, dic
         return model
 
     truth = run(Tiny, engine, trainer(rank), how, None).numbers
-    numbers, report = run(Tiny, engine, trainer(rank), how, dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)))
+    numbers, report = run(Tiny, engine, trainer(rank), how, pipeline(dh.OnDisk(folder), at_least=0))
     return identical(numbers, truth), report.stored, report.held, report.passed
 
 
@@ -185,7 +186,7 @@ def _consolidated(rank: int, orig: bool, folder: str) -> list[str]:
 
     torch.manual_seed(1)
     model = Tiny()
-    model.blocks[0] = dh.SaveToDisk(model.blocks[0], folder)
+    model.blocks[0] = dh.SaveWith(model.blocks[0], dh.OnDisk(folder), at_least=4096)
     dh.save_activations(model, "blocks.1", dh.OnDisk(folder))
     model = _fsdp(model, orig=orig)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):

@@ -15,6 +15,7 @@ import disthooks as dh
 from disthooks import stats
 from disthooks import stats as S
 from disthooks.errors import DisthooksError
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Tiny
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import (
@@ -90,7 +91,7 @@ def test_hybrid_sharding_of_four(how: str, tmp_path: pathlib.Path) -> None:
 
 
 def _alive(rank: int, name: str, how: str, folder: str) -> list[tuple[int, int]]:
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+    line = pipeline(dh.OnDisk(folder), at_least=0)
     return alive_with_and_without(Tiny, functools.partial(_fsdp2, name=name), how, line, rank)
 
 

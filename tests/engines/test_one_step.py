@@ -19,6 +19,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import AttachError, MatchError, UsageError
+from disthooks.grads.attachment import Gradients
 from disthooks.launcher.session import Session
 from tests.support.engines import FIRST, close, whole
 from tests.support.models import identical
@@ -266,7 +267,7 @@ CALM = [dh.SkipSpike(sigmas=4.0, least=2), dh.AdaGC(ratio=0.8, beta=0.5, warmup_
 CALM += [dh.only("front.*", dh.ClipUpdate(ratio=1e-3, sigmas=None))]
 
 
-def _watch(model: Any, optimizer: Any, batch: Any, **options: Any) -> dh.Gradients:
+def _watch(model: Any, optimizer: Any, batch: Any, **options: Any) -> Gradients:
     watched = [*WATCHED, stats.Loss(), stats.Activations()]
     watched += [stats.SpikeScore(least=2), stats.OptimizerState(["exp_avg"])]
     chosen = rules() if batch is _data else CALM
@@ -354,7 +355,7 @@ def _in_a_session(rank: int, folder: str) -> list[float]:
 
     watch = {"every": 1, "process_group": "world", "rules": [{"kind": "ClipNorm", "max_norm": 0.5}]}
     watch["sinks"] = [{"kind": "Jsonl", "path": f"{folder}/log.jsonl"}]
-    session = Session(dh.from_config({"watch": watch}))
+    session = Session(dh.config.from_config({"watch": watch}))
     session.arm()
     try:
         stage = PipelineStage(_stages()[rank], rank, 2, torch.device("cpu"))

@@ -13,6 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.watch.replicas import ReplicaReport
 from tests.support import ROOT
 from tests.support.engines import all_reduces, loss_of, make
 from tests.support.ranks.harness import Ranks
@@ -36,7 +37,7 @@ def trained(rank: int, engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _found(report: dh.ReplicaReport) -> tuple[Any, ...]:
+def _found(report: ReplicaReport) -> tuple[Any, ...]:
     return report.ok, report.compared, [(d.name, d.ranks, d.copies) for d in report.differs]
 
 

@@ -19,6 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 from tests.support.engines import flat, unsynced
 from tests.support.models import Tiny, identical, stores, tokens
 from tests.support.ranks.harness import Ranks
@@ -104,7 +106,7 @@ def test_gradients_are_bit_identical(ranks: Ranks, engine: str, how: str, tmp_pa
 def _products(rank: int, engine: str, pattern: str, folder: str) -> tuple[bool, bool, int, int]:
     """Whether gradients are those without hooks with matrix products that are computed again, and how many ran."""
 
-    def run(line: object) -> tuple[list[torch.Tensor], dh.SavedReport | None]:
+    def run(line: object) -> tuple[list[torch.Tensor], SavedReport | None]:
         torch.manual_seed(0)
         model = Tiny()
         if engine.startswith("fsdp1"):
@@ -116,7 +118,7 @@ def _products(rank: int, engine: str, pattern: str, folder: str) -> tuple[bool, 
         return grads, saving and saving.report()
 
     truth, _ = run(None)
-    grads, report = run(dh.pipeline(dh.AtLeast(0), dh.Recompute(products=2), dh.OnDisk(folder)))
+    grads, report = run(pipeline(dh.Recompute(products=2), dh.OnDisk(folder), at_least=0))
     gc.collect()
     return identical(grads, truth), not report.differed, report.rerun_flops, report.held
 
@@ -143,7 +145,7 @@ def _selective(rank: int, engine: str, folder: str) -> tuple[bool, int, int, lis
         is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def run(selective: bool | None) -> tuple[list[torch.Tensor], dh.SavedReport | None]:
+    def run(selective: bool | None) -> tuple[list[torch.Tensor], SavedReport | None]:
         torch.manual_seed(0)
         model = Tiny()
         context = functools.partial(create_selective_checkpoint_contexts, keep_products)
@@ -152,7 +154,7 @@ def _selective(rank: int, engine: str, folder: str) -> tuple[bool, int, int, lis
         model = _engine(model, engine)
         if selective is None:
             return _train(model, rank, True), None
-        line = dh.pipeline(dh.AtLeast("1 KiB"), dh.OnDisk(folder), selective_checkpoints=selective)
+        line = pipeline(dh.OnDisk(folder), selective_checkpoints=selective, at_least="1 KiB")
         with dh.save_activations(model, "", line) as saving:
             return _train(model, rank, True), saving.report()
 
@@ -179,11 +181,11 @@ def _weights(rank: int, folder: str) -> dict[str, int]:
     """FSDP2's gathered weights are never stored: what is stored does not depend on their number."""
     torch.manual_seed(0)
     model = Tiny()
-    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))) as saving:
+    with dh.save_activations(model, "blocks.*", pipeline(dh.OnDisk(folder), at_least=0)) as saving:
         model(tokens()).sum().backward()
         plain = saving.report()
     model = _engine(model, "fsdp2")
-    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))) as saving:
+    with dh.save_activations(model, "blocks.*", pipeline(dh.OnDisk(folder), at_least=0)) as saving:
         model(tokens()).sum().backward()
         return {"plain": plain.stored, "fsdp2": saving.report().stored, "kept": saving.report().kept_by["parameter"]}
 
@@ -203,7 +205,7 @@ def _checkpoint(rank: int, folder: str) -> tuple[list[str], bool]:
         torch.manual_seed(seed)
         model = Tiny()
         if wrap:
-            model.blocks[0] = dh.SaveToDisk(model.blocks[0], folder)
+            model.blocks[0] = dh.SaveWith(model.blocks[0], dh.OnDisk(folder), at_least=4096)
             dh.save_activations(model, "blocks.1", dh.OnDisk(folder))
         model = _engine(model, "fsdp2")
         optimizer = torch.optim.AdamW(model.parameters())

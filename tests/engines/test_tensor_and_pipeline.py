@@ -16,6 +16,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import _handles
 from disthooks.engines.base import Shard
+from disthooks.saved.pipeline import pipeline
 from tests.support.engines import close, whole
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks
@@ -190,7 +191,7 @@ def test_tensor_parallel(ranks: Ranks, engine: Any, how: str, tmp_path: pathlib.
 
 def _kept(rank: int, engine: Callable[[nn.Module], nn.Module], folder: str) -> tuple[int, int]:
     """Bytes of activations in the store, and of DTensors that were kept because nobody could look inside."""
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+    line = pipeline(dh.OnDisk(folder), at_least=0)
     report = run(Layers, engine, _trainer(0), "before", line).report
     return report.stored, report.kept_by.get("subclass", 0)
 

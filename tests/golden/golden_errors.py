@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.golden import golden_runs
 
 
@@ -45,7 +46,7 @@ def _watch(**arguments: Any) -> Any:
 
 def _config(save: Any = None, watch: Any = None, **more: Any) -> Any:
     parts = {"save": save, "watch": watch}
-    return dh.from_config({key: value for key, value in parts.items() if value is not None} | more)
+    return dh.config.from_config({key: value for key, value in parts.items() if value is not None} | more)
 
 
 def _wrong() -> dict[str, Callable[[], Any]]:
@@ -54,8 +55,8 @@ def _wrong() -> dict[str, Callable[[], Any]]:
 
 def _wrong_arguments() -> dict[str, Callable[[], Any]]:
     return {
-        "AtLeast(-1)": lambda: dh.AtLeast(-1),
-        "AtLeast('much')": lambda: dh.AtLeast("much"),
+        "at_least=-1": lambda: dh.saving(dh.OnCpu(), at_least=-1),
+        "at_least='much'": lambda: dh.saving(dh.OnCpu(), at_least="much"),
         "Cast(int64)": lambda: dh.Cast(torch.int64),
         "Quantize(bits=3)": lambda: dh.Quantize(bits=3),  # type: ignore[arg-type]
         "Compress('rar')": lambda: dh.Compress("rar"),  # type: ignore[arg-type]
@@ -65,10 +66,10 @@ def _wrong_arguments() -> dict[str, Callable[[], Any]]:
         "OnDisk(a file)": lambda: _saved(dh.OnDisk("/proc/version")),
         "Tiered()": lambda: dh.Tiered(),
         "Functions(1, 2)": lambda: dh.Functions(1, 2),  # type: ignore[arg-type]
-        "pipeline()": lambda: dh.pipeline(),
-        "pipeline(1)": lambda: dh.pipeline(1),  # type: ignore[arg-type]
-        "pipeline(no store)": lambda: _saved(dh.pipeline(dh.Compact())),
-        "pipeline(two stores)": lambda: dh.pipeline(dh.OnCpu(), dh.OnCpu()),
+        "pipeline()": lambda: pipeline(),
+        "pipeline(1)": lambda: pipeline(1),  # type: ignore[arg-type]
+        "pipeline(no store)": lambda: _saved(pipeline(dh.Compact())),
+        "pipeline(two stores)": lambda: pipeline(dh.OnCpu(), dh.OnCpu()),
         "save_activations(no match)": lambda: dh.save_activations(golden_runs.model(), "head.*", dh.OnCpu()),
         "save_activations(1)": lambda: dh.save_activations(golden_runs.model(), "*", 1),  # type: ignore[arg-type]
         "save_activations twice": lambda: _twice(),
@@ -140,8 +141,8 @@ def _wrong_files() -> dict[str, Callable[[], Any]]:
     store = {"kind": "OnCpu"}
     model = golden_runs.model
     return {
-        "from_config(no such file)": lambda: dh.from_config("/nowhere/hooks.yaml"),
-        "from_config({})": lambda: dh.from_config({}),
+        "from_config(no such file)": lambda: dh.config.from_config("/nowhere/hooks.yaml"),
+        "from_config({})": lambda: dh.config.from_config({}),
         "from_config(unknown key)": lambda: _config([{"modules": "*", "store": store}], sav=1),
         "from_config(unknown kind)": lambda: _config([{"modules": "*", "store": {"kind": "OnDisc"}}]),
         "from_config(unknown argument)": lambda: _config([{"modules": "*", "store": {"kind": "OnCpu", "limt": 1}}]),
@@ -172,12 +173,12 @@ def _wrong_runs() -> dict[str, Callable[[], Any]]:
 
 def _saved(to: Any) -> None:
     model = golden_runs.model()
-    with dh.save_activations(model, "*", to if isinstance(to, type(dh.pipeline(dh.OnCpu()))) else _all(to)):
+    with dh.save_activations(model, "*", to if isinstance(to, type(pipeline(dh.OnCpu()))) else _all(to)):
         model(torch.ones(64, 3, requires_grad=True)).sum().backward()
 
 
 def _all(store: Any) -> Any:
-    return dh.pipeline(dh.AtLeast(0), store)
+    return pipeline(store, at_least=0)
 
 
 def _limited() -> None:
@@ -200,7 +201,7 @@ def _file(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "hooks.yaml")
         file.write_text(text)
-        dh.from_config(file)
+        dh.config.from_config(file)
 
 
 def _nowhere() -> None:

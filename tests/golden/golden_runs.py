@@ -14,6 +14,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import DisthooksError
+from disthooks.saved.pipeline import pipeline
 
 STEPS = 4
 
@@ -135,7 +136,7 @@ def _also(folder: pathlib.Path) -> dict[str, Any]:
         net, file = model(), folder / f"{type(store).__name__}.jsonl"
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         sinks, norm = [dh.sinks.Jsonl(file)], dh.stats.Norm()
-        line = dh.pipeline(dh.AtLeast(0), store)
+        line = pipeline(store, at_least=0)
         with (
             dh.save_activations(net, "*", line) as saving,
             dh.gradients(net, optimizer, stats=[norm], sinks=sinks, every=1, also=[saving]),
@@ -179,8 +180,6 @@ def layout(value: Any) -> Any:
 def _of_modules(folder: str) -> dict[str, Any]:
     wrapped = {
         "nothing": model(),
-        "SaveToCpu": dh.SaveToCpu(model()),
-        "SaveToDisk": dh.SaveToDisk(model(), folder),
         "SaveWith": dh.SaveWith(model(), dh.OnCpu()),
         "SaveWith inside": nn.Sequential(dh.SaveWith(model(), dh.OnCpu())),
     }

@@ -26,8 +26,8 @@ import torch
 
 import disthooks as dh
 
-#: Modules whose names are public, and the names; None for all of ``__all__``. The last three are the paths under which
-#: the documentation names the base classes of a user's own store and codec.
+#: Modules whose names are public, and the names; None for all of ``__all__``. Three are the paths under which the
+#: documentation names the base classes of a user's own store and codec.
 NAMESPACES: dict[str, tuple[str, ...] | None] = {
     "disthooks": None,
     "disthooks.config": None,
@@ -37,7 +37,16 @@ NAMESPACES: dict[str, tuple[str, ...] | None] = {
     "disthooks.stats": None,
     "disthooks.saved.codecs": ("Codec",),
     "disthooks.saved.codecs.base": ("Codec",),
-    "disthooks.saved.stores.base": ("Store",),
+    "disthooks.saved.stores.base": ("Store", "StoreReport"),
+    "disthooks.saved.pipeline": ("pipeline",),
+    # What functions return.
+    "disthooks._handles": ("Attachment",),
+    "disthooks.grads.attachment": ("Gradients",),
+    "disthooks.predict.explanation": ("Explanation",),
+    "disthooks.saved.attach": ("SavingHandle",),
+    "disthooks.saved.fit": ("FitReport", "Fitted"),
+    "disthooks.saved.report": ("SavedReport",),
+    "disthooks.watch.replicas": ("ReplicaReport",),
 }
 #: Public modules that import a framework: they are read, not imported.
 INTEGRATIONS = ("accelerate", "lightning", "transformers")
@@ -50,7 +59,7 @@ EXTENSIONS = {
     "Store": ("directories", "drop", "get", "put", "report", "stores", "tier_of"),
 }
 #: Classes that functions of disthooks return: nobody else calls them.
-RETURNED = ("Gradients", "Prepared", "PreparedReport", "ReplicaReport", "SavedReport", "Saving", "SavingPlan")
+RETURNED = ("Gradients", "Prepared", "PreparedReport", "ReplicaReport", "SavedReport", "SavingHandle", "SavingPlan")
 #: Members without an underscore that are between modules of disthooks.
 INTERNAL = {
     "disthooks.Plan": ("read",),

@@ -199,7 +199,7 @@ def test_gradients_are_those_of_the_cpu(bits: int, monkeypatch: pytest.MonkeyPat
     gradients = []
     for device in ("cpu", "cuda"):
         net.to(device).zero_grad()
-        with dh.saving(dh.AtLeast(0), dh.Quantize(bits), dh.OnDevice("1 GiB")) as saved:
+        with dh.saving(dh.Quantize(bits), dh.OnDevice("1 GiB"), at_least=0) as saved:
             loss = net(x.to(device)).square().sum()
         loss.backward()
         assert saved.report().errors

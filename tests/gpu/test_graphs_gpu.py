@@ -8,6 +8,8 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -81,7 +83,7 @@ def test_make_graphed_callables_is_refused_with_hooks_inside_and_works_beside_th
     torch.cuda.synchronize()
     saving.remove()
     model.second = torch.cuda.make_graphed_callables(model.second, (x.detach().requires_grad_(),))
-    with dh.save_activations(model, ["first", "third"], dh.pipeline(dh.AtLeast(0), dh.OnCpu())) as saving:
+    with dh.save_activations(model, ["first", "third"], pipeline(dh.OnCpu(), at_least=0)) as saving:
         for _ in range(3):
             got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     assert all(torch.allclose(a, b) for a, b in zip(got, truth, strict=True))
@@ -106,11 +108,11 @@ def test_a_captured_step_with_rules_is_refused() -> None:
 def test_reduce_overhead_keeps_its_own_and_the_rest_is_stored(steps: int) -> None:
     """Other numbers each step, hooks around everything: gradients are those of the same compiled model without."""
 
-    def train(hooked: bool) -> tuple[list[torch.Tensor], dh.SavedReport | None]:
+    def train(hooked: bool) -> tuple[list[torch.Tensor], SavedReport | None]:
         torch._dynamo.reset()
         model = Net().cuda()
         model.second.compile(mode="reduce-overhead", fullgraph=True)
-        to = dh.pipeline(dh.AtLeast(0), dh.OnCpu())
+        to = pipeline(dh.OnCpu(), at_least=0)
         saving = dh.save_activations(model, ["first", "second", "third"], to) if hooked else None
         found = []
         for number in range(steps):

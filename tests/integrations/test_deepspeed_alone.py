@@ -96,7 +96,7 @@ def _rules(rank: int, folder: str) -> dict[str, Any]:
         _train(rank, first, range(2))
         first.save_checkpoint(f"{folder}/rules", client_state={"disthooks": attached.state_dict()})
     rest = _engine(2, folder, {"watch": WATCH})
-    plan = dh.from_config(rest.config["disthooks"])
+    plan = dh.config.from_config(rest.config["disthooks"])
     with plan.prepare(rest, sinks=[dh.sinks.DeepSpeedMonitor(rest)]) as attached:
         attached.load_state_dict(rest.load_checkpoint(f"{folder}/rules")[1]["disthooks"])
         _train(rank, rest, range(2, 4))

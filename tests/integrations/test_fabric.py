@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 
 fabric = pytest.importorskip("lightning.fabric", reason="Lightning is not installed")
 
@@ -22,7 +23,7 @@ def test_names_are_those_of_the_users_model(tmp_path: pathlib.Path) -> None:
     plain.zero_grad()
     lightning = fabric.Fabric(accelerator="cpu", devices=1)
     model, optimizer = lightning.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    saving = dh.save_activations(model, "0", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    saving = dh.save_activations(model, "0", pipeline(dh.OnDisk(tmp_path), at_least=0))
     seen = dh.on_gradient(model, "*", lambda gradient: gradient)
     with saving, seen, dh.gradients(model, optimizer, stats=[dh.stats.Norm()], every=1) as watch:
         assert (saving.names, seen.names) == (("0",), ("0.weight", "0.bias"))
@@ -42,7 +43,7 @@ def test_what_is_attached_says_what_it_is(tmp_path: pathlib.Path) -> None:
         dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[dh.stats.Norm()]) as watch,
         dh.on_gradient(model, "0.*", torch.zeros_like) as seen,
     ):
-        assert repr(saving).startswith("<Saving of 5 modules (0, 1, 2 and 2 more) to OnDisk(")
+        assert repr(saving).startswith("<SavingHandle of 5 modules (0, 1, 2 and 2 more) to OnDisk(")
         assert repr(watch).startswith("<Gradients on ")
         assert "10 parameters, 0 steps, rules: " in repr(watch)
         assert "ClipNorm" in repr(watch)

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import disthooks as dh
+from disthooks.config import Prepared
 from tests.golden import golden_runs
 from tests.golden.test_golden import compare
 
 CONFIG = {"watch": {"rules": [{"kind": "ClipZScore"}], "stats": [{"kind": "NoiseScale"}]}}
 
 
-def _attached() -> tuple[Any, Any, dh.Prepared]:
+def _attached() -> tuple[Any, Any, Prepared]:
     model = golden_runs.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return model, optimizer, dh.prepare(model, optimizer, CONFIG)

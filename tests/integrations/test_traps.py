@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -59,9 +60,9 @@ def test_unwrapping_leaves_the_hooks(way: str) -> None:
 
     model = Net()
     if way == "wrapped":
-        saving = model.blocks[1] = dh.SaveWith(model.blocks[1], dh.pipeline(dh.AtLeast(0), dh.OnDisk("/tmp")))
+        saving = model.blocks[1] = dh.SaveWith(model.blocks[1], pipeline(dh.OnDisk("/tmp"), at_least=0))
     else:
-        saving = dh.save_activations(model, "blocks.1", dh.pipeline(dh.AtLeast(0), dh.OnDisk("/tmp")))
+        saving = dh.save_activations(model, "blocks.1", pipeline(dh.OnDisk("/tmp"), at_least=0))
     unwrapped = extract_model_from_parallel(model, recursive=True)
     assert tuple(unwrapped.state_dict()) == NAMES
     unwrapped(torch.randn(3, 4)).sum().backward()

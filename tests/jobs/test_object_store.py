@@ -16,6 +16,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from disthooks.testing import StoreTests
 from tests.support import ROOT
 from tests.support.stores.faulty import soon
@@ -68,7 +69,7 @@ def test_nothing_is_left_of_a_training(url: str) -> None:
     x = torch.randn(64, 4096, requires_grad=True)
     truth = torch.autograd.grad(x.exp().sin().square().sum(), x)[0]
     for _ in range(2):
-        with dh.saving(dh.pipeline(dh.AtLeast(0), store)) as saved:
+        with dh.saving(pipeline(store, at_least=0)) as saved:
             loss = x.exp().sin().square().sum()
         store.wait()
         assert saved.report().moved >= 2 * x.nbytes
@@ -148,7 +149,9 @@ def test_a_write_that_fails_is_said_once_and_the_tensor_is_kept(url: str, monkey
 
 
 def test_a_configuration_names_it(url: str) -> None:
-    ((_, stages),) = dh.from_config({"save": [{"modules": "*", "store": {"kind": "OnObjects", "url": url}}]}).saves
+    ((_, stages),) = dh.config.from_config(
+        {"save": [{"modules": "*", "store": {"kind": "OnObjects", "url": url}}]}
+    ).saves
     assert stages.store == OnObjects(url)
 
 

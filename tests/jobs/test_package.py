@@ -115,12 +115,12 @@ watch.remove()
 assert saving.report().moved > 512 * 256 * 4, saving.report()
 assert watch.latest["grad_norm"] > 1 and watch.latest["grad_norm_clipped"] < 1.001e-3, watch.latest
 try:
-    dh.from_config("hooks.yaml")
+    dh.config.from_config("hooks.yaml")
 except dh.errors.ConfigError as error:
     print(dh.__version__, error)
 """
 HOOKS = "save: [{modules: '*', store: {kind: OnDisk, directory: .}}]\n"
-CONFIG = "import disthooks as dh; print(dh.from_config('hooks.yaml').saves[0][0])"
+CONFIG = "import disthooks as dh; print(dh.config.from_config('hooks.yaml').saves[0][0])"
 SAVED = """
 import torch, disthooks as dh
 from torch import nn

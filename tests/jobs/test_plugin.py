@@ -104,7 +104,7 @@ import torch, disthooks as dh
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
 with dh.prepare(model, None, "hooks.yaml") as attached:
     model(torch.ones(64, 64)).sum().backward()
-print(attached.report().moved > 0, dh.from_config("hooks.yaml").saves[0][1])
+print(attached.report().moved > 0, dh.config.from_config("hooks.yaml").saves[0][1])
 """
     done = run([sys.executable, "-c", code], tmp_path, installed)
     assert "True" in done.stdout, done.stderr

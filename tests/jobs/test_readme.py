@@ -197,10 +197,10 @@ def test_the_configuration_is_read(block: Block, folder: pathlib.Path, monkeypat
     monkeypatch.setenv("USER", "somebody")
     text = block.text.replace("/scratch", str(folder / "scratch"))
     if block.language == "json":
-        plan = dh.from_config(json.loads(text)["disthooks"])
+        plan = dh.config.from_config(json.loads(text)["disthooks"])
     else:
         (folder / "block.yaml").write_text(text)
-        plan = dh.from_config(folder / "block.yaml")
+        plan = dh.config.from_config(folder / "block.yaml")
     assert plan.saves or plan.watches
     if block.page == "README.md":
         assert plan.saves[0][0] == ("layers.*",)

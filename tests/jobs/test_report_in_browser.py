@@ -216,11 +216,12 @@ def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, t
     from torch import nn
 
     import disthooks as dh
+    from disthooks.saved.pipeline import pipeline
 
     def build() -> tuple[nn.Module, torch.Tensor]:
         return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), torch.randn(256, 64)
 
-    to_disk = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    to_disk = pipeline(dh.OnDisk(tmp_path), at_least=0)
     plan = [("0", to_disk), ("1", to_disk)]
     (tmp_path / "explain.json").write_text(json.dumps(dh.explain(build, plan=plan, device="cpu").to_dict()))
     model, x = build()

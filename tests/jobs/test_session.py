@@ -31,7 +31,13 @@ watch: {every: 1, stats: [{kind: Norm}, {kind: Spread}], sinks: [{kind: Jsonl, p
 
 
 def methods() -> tuple[Any, ...]:
-    return nn.Module.__call__, torch.optim.Optimizer.__init__, dh.Plan.save, dh.Plan.watch, dh.Plan.prepare
+    return (
+        nn.Module.__call__,
+        torch.optim.Optimizer.__init__,
+        dh.config.Plan.save,
+        dh.config.Plan.watch,
+        dh.config.Plan.prepare,
+    )
 
 
 UNTOUCHED = methods()
@@ -68,7 +74,7 @@ def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     def begin(text: str = HOOKS) -> Session:
         file = tmp_path / "hooks.yaml"
         file.write_text(text.replace("PATH", str(tmp_path / "log.jsonl")).replace("FOLDER", str(tmp_path)))
-        sessions.append(Session(dh.from_config(file)))
+        sessions.append(Session(dh.config.from_config(file)))
         sessions[-1].arm()
         return sessions[-1]
 
@@ -244,7 +250,7 @@ def test_a_script_that_attaches_itself_wins(start: Starts, how: str, tmp_path: p
         mine = dh.prepare(model, optimizer, tmp_path / "hooks.yaml")
         gradients = mine.gradients
     else:
-        plan = dh.from_config(tmp_path / "hooks.yaml")
+        plan = dh.config.from_config(tmp_path / "hooks.yaml")
         mine, gradients = plan.save(model), plan.watch(model, optimizer)
     step(model, optimizer)
     assert gradients.steps == 1

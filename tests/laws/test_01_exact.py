@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import CASES, build, identical, step, stores
 from tests.support.stores.pairs import Pair, ones
 from tests.support.switch import KIND
@@ -112,7 +113,7 @@ def test_a_lossy_codec_is_close_and_leaves_integers_alone(tmp_path: pathlib.Path
     truth = step(model, x)
     exact = dh.saving(dh.OnDisk(tmp_path))
     step(model, x, exact)
-    lossy = dh.saving(dh.pipeline(dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path)))
+    lossy = dh.saving(pipeline(dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path)))
     got = step(model, x, lossy)
     assert not identical(got, truth)
     for a, b in zip(got, truth, strict=True):
@@ -217,7 +218,7 @@ Run = Callable[[contextlib.AbstractContextManager[object]], list]
 
 def _exact(run: Run, folder: pathlib.Path) -> bool:
     truth = run(contextlib.nullcontext())
-    return identical(run(dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)))), truth)
+    return identical(run(dh.saving(pipeline(dh.OnDisk(folder), at_least=0))), truth)
 
 
 def test_running_statistics_that_change_without_a_version_are_saved_as_they_were(tmp_path: pathlib.Path) -> None:

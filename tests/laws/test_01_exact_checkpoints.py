@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import disthooks as dh
 from disthooks._torch import CheckpointFrame, hooks_around_checkpoint
+from disthooks.saved.pipeline import pipeline
 
 ROWS, WIDTH, LAYERS = 64, 128, 3
 PRODUCT = ROWS * WIDTH * 4  # bytes of the output of one matrix product, which is kept
@@ -86,7 +87,7 @@ def test_kept_tensors_go_to_the_store(how: str, store: Any, tmp_path: pathlib.Pa
 def test_the_pipeline_may_leave_them(how: str, tmp_path: pathlib.Path) -> None:
     model, x = Net(how), torch.randn(ROWS, WIDTH)
     truth = grads(model, x)
-    line = dh.pipeline(dh.OnDisk(tmp_path), selective_checkpoints=False)
+    line = pipeline(dh.OnDisk(tmp_path), selective_checkpoints=False)
     with warnings.catch_warnings(record=True) as told, dh.save_activations(model, "", line) as saving:
         warnings.simplefilter("always")
         assert all(map(torch.equal, grads(model, x), truth))
@@ -150,7 +151,7 @@ def test_the_input_of_a_checkpoint_is_stored_however_it_is_handed_over(handed: s
     truth = torch.autograd.grad(model(x), arguments)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with dh.save_activations(model, "", dh.pipeline(dh.AtLeast("16 KiB"), dh.OnDisk(tmp_path))) as saving:
+        with dh.save_activations(model, "", pipeline(dh.OnDisk(tmp_path), at_least="16 KiB")) as saving:
             for _ in range(2):
                 model.inputs.clear()
                 loss = model(x)
@@ -227,7 +228,7 @@ def test_an_error_inside_a_selective_checkpoint_is_the_users(takes: bool, tmp_pa
         layer(h)
         raise ValueError("of the user")
 
-    plan = dh.pipeline(dh.OnDisk(tmp_path), selective_checkpoints=takes)
+    plan = pipeline(dh.OnDisk(tmp_path), selective_checkpoints=takes)
     with pytest.raises(ValueError, match="of the user"), dh.saving(plan) as saving:
         checkpoint(fails, x, use_reentrant=False, context_fn=CONTEXT)
     assert saving.report().held == 0
@@ -241,7 +242,7 @@ def test_a_prediction_knows_what_a_checkpoint_holds(case: str, tmp_path: pathlib
     def build() -> tuple[nn.Module, torch.Tensor]:
         return Chain(case) if case in HANDED else Net("partial"), torch.randn(ROWS, WIDTH, requires_grad=True)
 
-    plan = dh.pipeline(dh.OnDisk(tmp_path), selective_checkpoints=case != "selective, left")
+    plan = pipeline(dh.OnDisk(tmp_path), selective_checkpoints=case != "selective, left")
     said = dh.explain(build, plan=plan, device="cpu", loss=lambda out: out.square().mean())
     model, x = build()
     with warnings.catch_warnings(), dh.save_activations(model, "", plan) as saving:

@@ -19,10 +19,11 @@ from torch import nn
 import disthooks as dh
 from disthooks.saved.codecs import Codec
 from disthooks.saved.contents import StoredContent
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 from tests.support.models import CASES, build, identical, step
 from tests.support.threads import together
 
-ALL = dh.AtLeast(0)
 LOSSLESS = {
     "Compact": lambda: (dh.Compact(),),
     "zstd": lambda: (dh.Compress("zstd"),),
@@ -45,7 +46,7 @@ def lossless(name: str) -> tuple[Codec, ...]:
 def test_lossless_codecs_give_the_same_bits(model: str, codecs: str, store: str, tmp_path: pathlib.Path) -> None:
     net, x = build(model)
     truth = step(net, x)
-    saved = dh.saving(ALL, *lossless(codecs), STORES[store](tmp_path))
+    saved = dh.saving(*lossless(codecs), STORES[store](tmp_path), at_least=0)
     assert identical(step(net, x, saved), truth)
     report = saved.report()
     assert report.stored + report.kept_by.get("in place", 0) > 50_000  # Compact and OnCpu may leave all of it
@@ -74,7 +75,7 @@ def test_gradients_that_need_indices_alone_are_the_same_bits(codec: Codec, tmp_p
     torch.manual_seed(0)
     net, tokens = Indexed(), torch.randint(0, 50, (8, 64))
     truth = torch.autograd.grad(net(tokens), [net.embed.weight, net.rounded])
-    with dh.saving(ALL, codec, dh.OnDisk(tmp_path)) as saved:
+    with dh.saving(codec, dh.OnDisk(tmp_path), at_least=0) as saved:
         loss = net(tokens)
     got = torch.autograd.grad(loss, [net.embed.weight, net.rounded])
     assert torch.equal(got[0], truth[0])
@@ -139,7 +140,7 @@ def test_training_converges_as_without_codecs(codec: Codec, off: float, tmp_path
 def test_dropout_masks_are_those_without_codecs(tmp_path: pathlib.Path) -> None:
     net, x = build("transformer")
     outputs = []
-    for context in (None, dh.saving(ALL, dh.Quantize(8), dh.OnDisk(tmp_path))):
+    for context in (None, dh.saving(dh.Quantize(8), dh.OnDisk(tmp_path), at_least=0)):
         torch.manual_seed(1)
         if context is None:
             outputs.append(net(x))
@@ -214,7 +215,7 @@ def test_codecs_work_between_compiled_graphs(tmp_path: pathlib.Path) -> None:
     gradients = []
     for compiled in (False, True):
         net, x = build("transformer")
-        line = dh.pipeline(ALL, dh.Compact(), dh.Quantize(8, stochastic=False), dh.OnDisk(tmp_path))
+        line = pipeline(dh.Compact(), dh.Quantize(8, stochastic=False), dh.OnDisk(tmp_path), at_least=0)
         with dh.save_activations(net, "blocks.*", line) as saved:
             if compiled:
                 for block in net.blocks:
@@ -239,11 +240,11 @@ def test_each_lossy_codec_of_a_chain_has_an_error(tmp_path: pathlib.Path) -> Non
 
 
 def test_reports_add_the_larger_error() -> None:
-    one = dh.SavedReport(calls=1, errors={"a": 0.1, "b": 0.5})
-    two = dh.SavedReport(calls=1, errors={"a": 0.2, "c": math.inf})
+    one = SavedReport(calls=1, errors={"a": 0.1, "b": 0.5})
+    two = SavedReport(calls=1, errors={"a": 0.2, "c": math.inf})
     assert (one + two).errors == {"a": 0.2, "b": 0.5, "c": math.inf}
     assert "a 0.2, b 0.5, c inf" in str(one + two)
-    assert "error" not in str(dh.SavedReport(calls=1))
+    assert "error" not in str(SavedReport(calls=1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +273,7 @@ def test_a_sample_is_measured_of_codecs_that_say_so(kind: type, measured: int, t
     """
     codec = kind()
     x = torch.randn(8, requires_grad=True)
-    with dh.saving(ALL, codec, dh.OnDisk(tmp_path)) as saved:
+    with dh.saving(codec, dh.OnDisk(tmp_path), at_least=0) as saved:
         ys = [x.exp() for _ in range(100)]
     assert len(codec.decoded) == measured
     assert list(saved.report().errors) == ([repr(codec)] if measured else [])
@@ -308,7 +309,7 @@ def test_a_retained_graph_is_rounded_once(codec: Codec, tmp_path: pathlib.Path) 
 
 def test_double_backward_goes_through_codecs(tmp_path: pathlib.Path) -> None:
     x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
-    saved = dh.saving(ALL, dh.Compact(), dh.OnDisk(tmp_path))
+    saved = dh.saving(dh.Compact(), dh.OnDisk(tmp_path), at_least=0)
 
     @saved
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -317,7 +318,7 @@ def test_double_backward_goes_through_codecs(tmp_path: pathlib.Path) -> None:
     assert torch.autograd.gradcheck(f, (x,))
     assert torch.autograd.gradgradcheck(f, (x,))
 
-    line = dh.pipeline(ALL, dh.Quantize(8, stochastic=False), dh.OnDisk(tmp_path))
+    line = pipeline(dh.Quantize(8, stochastic=False), dh.OnDisk(tmp_path), at_least=0)
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
     with dh.saving(line) as lossy:
         (first,) = torch.autograd.grad(x.sin().square().sum(), x, create_graph=True)
@@ -330,7 +331,7 @@ def test_double_backward_goes_through_codecs(tmp_path: pathlib.Path) -> None:
 def test_views_of_one_content_are_stored_once(codec: Codec, tmp_path: pathlib.Path) -> None:
     base = torch.relu(torch.randn(64, 64, requires_grad=True).clone())
     base.retain_grad()
-    with dh.saving(ALL, codec, dh.OnDisk(tmp_path)) as saved:
+    with dh.saving(codec, dh.OnDisk(tmp_path), at_least=0) as saved:
         h = base * 1.0
         parts = [h.square(), h.t().square(), h.view(32, 128).square(), h[::1].square()]
     report = saved.report()
@@ -351,7 +352,7 @@ def test_layouts_come_back_from_codecs(tmp_path: pathlib.Path) -> None:
     ):
         for codec in (dh.Compact(), dh.Quantize(8)):
             x = torch.relu(make()).requires_grad_()
-            with dh.saving(ALL, codec, dh.OnDisk(tmp_path)):
+            with dh.saving(codec, dh.OnDisk(tmp_path), at_least=0):
                 node = x.square().grad_fn
             back = node._saved_self
             assert (back.shape, back.stride()) == (x.shape, x.stride())
@@ -364,7 +365,7 @@ def test_codecs_work_in_many_threads(tmp_path: pathlib.Path) -> None:
     Every gradient is close, and every error is counted.
     """
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    with dh.save_activations(net, "", dh.pipeline(ALL, dh.Quantize(8), dh.Compact(), dh.OnDisk(tmp_path))) as saved:
+    with dh.save_activations(net, "", pipeline(dh.Quantize(8), dh.Compact(), dh.OnDisk(tmp_path), at_least=0)) as saved:
 
         def is_close(seed: int) -> bool:
             x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
@@ -384,7 +385,7 @@ def test_codecs_work_under_autocast_and_a_default_dtype(tmp_path: pathlib.Path) 
     net, x = build("transformer")
     for codec in (dh.Compact(), dh.Quantize(8)):
         gradients = []
-        for context in (None, dh.saving(ALL, codec, dh.OnDisk(tmp_path))):
+        for context in (None, dh.saving(codec, dh.OnDisk(tmp_path), at_least=0)):
             torch.set_default_dtype(torch.float64)
             try:
                 with torch.autocast("cpu", torch.bfloat16):
@@ -400,7 +401,7 @@ def test_codecs_work_under_autocast_and_a_default_dtype(tmp_path: pathlib.Path) 
 
 def test_a_copied_model_keeps_its_codecs(tmp_path: pathlib.Path) -> None:
     net = dh.SaveWith(
-        nn.Sequential(nn.Linear(64, 64), nn.Tanh()), dh.pipeline(ALL, dh.Quantize(4), dh.OnDisk(tmp_path))
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh()), pipeline(dh.Quantize(4), dh.OnDisk(tmp_path), at_least=0)
     )
     net(torch.randn(8, 64)).sum().backward()
     twin = copy.deepcopy(net)

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Tiny, identical, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
@@ -58,7 +59,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def to(tmp_path: Any) -> Any:
-    return dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    return pipeline(dh.OnDisk(tmp_path), at_least=0)
 
 
 def steps(model: nn.Module, forward: Callable[..., Any] | None = None) -> list[torch.Tensor]:
@@ -332,13 +333,13 @@ def plain() -> Tiny:
 
 
 def attached_in_place(folder: pathlib.Path) -> Tiny:
-    dh.save_activations(model := plain(), "blocks.*", dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)))
+    dh.save_activations(model := plain(), "blocks.*", pipeline(dh.OnDisk(folder), at_least=0))
     return model
 
 
 def wrapped(folder: pathlib.Path) -> Tiny:
     model = plain()
-    model.blocks = nn.ModuleList(dh.SaveToDisk(block, folder, at_least=0) for block in model.blocks)
+    model.blocks = nn.ModuleList(dh.SaveWith(block, dh.OnDisk(folder), at_least=0) for block in model.blocks)
     return model
 
 
@@ -378,7 +379,7 @@ def test_a_script_of_an_attached_model_is_told_and_can_be_wrapped(tmp_path: Any)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 64), nn.Sequential(nn.Tanh(), nn.Linear(64, 4))), torch.randn(8, 16)
     wanted = str(torch.jit.script(model).code)
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     with dh.save_activations(model, ["0", "1"], line) as saving:
         with pytest.warns(UserWarning, match=r"torch\.jit\.script records the forward of '0' without") as told:
             scripted = torch.jit.script(model)
@@ -396,6 +397,6 @@ def test_a_script_of_an_attached_model_is_told_and_can_be_wrapped(tmp_path: Any)
 def test_transforms_of_torch_func_pass_through_with_weights_that_train(transform: Any, tmp_path: Any) -> None:
     model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 16)
     wanted = transform(copy.deepcopy(model))(x)
-    saving = dh.save_activations(model, nn.Linear, dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    saving = dh.save_activations(model, nn.Linear, pipeline(dh.OnDisk(tmp_path), at_least=0))
     assert torch.equal(transform(model)(x), wanted)
     assert set(saving.report().passed) == {"hooks disabled"}

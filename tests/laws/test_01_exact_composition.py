@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import disthooks as dh
+from disthooks.saved.attach import SavingHandle
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Block, Recurrent, Tiny, identical, step, tokens
 from tests.support.stores.pairs import Pair, ones
 
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.any_device
 def test_the_inner_attachment_wins_and_the_outer_one_says_so(tmp_path: pathlib.Path) -> None:
     model = Tiny()
     truth = step(model, tokens())
-    model.blocks[0].mlp = dh.SaveToDisk(model.blocks[0].mlp, tmp_path)
+    model.blocks[0].mlp = dh.SaveWith(model.blocks[0].mlp, dh.OnDisk(tmp_path), at_least=4096)
     inner = model.blocks[0].mlp
     with dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)) as outer:
         assert identical(step(model, tokens()), truth)
@@ -57,7 +59,7 @@ def test_a_module_that_calls_itself_is_one_attachment(tmp_path: pathlib.Path) ->
 
 
 def _everything(folder: pathlib.Path) -> dh.saving:
-    return dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)))
+    return dh.saving(pipeline(dh.OnDisk(folder), at_least=0))
 
 
 def _gradients(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -79,7 +81,7 @@ def test_hooks_of_others_work_outside_and_inside(tmp_path: pathlib.Path) -> None
         return tensor
 
     theirs = functools.partial(torch.autograd.graph.saved_tensors_hooks, pack, lambda t: t)
-    wrapped = dh.SaveToDisk(block, tmp_path)
+    wrapped = dh.SaveWith(block, dh.OnDisk(tmp_path), at_least=4096)
 
     def outside(x: torch.Tensor) -> torch.Tensor:
         with theirs():
@@ -164,7 +166,7 @@ def test_modules_of_all_kinds_are_exact(make: Callable[[], nn.Module], pattern: 
         return y[0] if isinstance(y, tuple) else y
 
     truth = _gradients(model, run)
-    with dh.save_activations(model, pattern, dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, pattern, pipeline(dh.OnDisk(tmp_path), at_least=0)) as saving:
         assert identical(_gradients(model, run), truth)
     assert saving.report().moved > 10_000
     assert saving.report().held == 0
@@ -187,7 +189,7 @@ def test_a_recurrent_model_goes_on_in_the_middle_of_a_sequence(tmp_path: pathlib
     torch.manual_seed(0)
     model = Recurrent()
     truth = train(model)
-    with dh.save_activations(model, "rnn", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, "rnn", pipeline(dh.OnDisk(tmp_path), at_least=0)) as saving:
         assert identical(train(model), truth)
     assert saving.report().moved > 0
 
@@ -197,7 +199,7 @@ def test_adapters_of_the_real_peft_are_exact(tmp_path: pathlib.Path) -> None:
     """Adapters put in before and after attaching; their own class checks still find the layers."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
-    def build(attach: str) -> tuple[nn.Module, dh.Saving | None]:
+    def build(attach: str) -> tuple[nn.Module, SavingHandle | None]:
         torch.manual_seed(0)
         model, saving = Tiny(), None
         if attach == "before":
@@ -260,7 +262,7 @@ def test_lazy_modules_are_attached_and_materialise_in_the_first_call(
             return [_gradients(model, model) for _ in range(2)]
 
     truth, model, reports = run(_lazy()), _lazy(), []
-    with dh.save_activations(model, pattern, dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, pattern, pipeline(dh.OnDisk(tmp_path), at_least=0)) as saving:
         for i, wanted in enumerate(truth):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 assert identical(_gradients(model, model), wanted)
@@ -363,9 +365,9 @@ def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_pat
     truth = _gradients(block, lambda x: checkpoint(block, x, **KINDS[kind]))
     recomputed = len(calls)
     assert recomputed == 2
-    attached: dh.SaveWith | dh.Saving
+    attached: dh.SaveWith | SavingHandle
     if how == "wrapper":
-        model = attached = dh.SaveToDisk(block, tmp_path)
+        model = attached = dh.SaveWith(block, dh.OnDisk(tmp_path), at_least=4096)
     else:
         model, attached = block, dh.save_activations(block, "", dh.OnDisk(tmp_path))
     calls.clear()
@@ -387,7 +389,7 @@ def test_a_module_under_a_checkpoint_inside_our_block_steps_back(tmp_path: pathl
     """
     block = Block()
     truth = _gradients(block, lambda x: checkpoint(block, x, use_reentrant=False))
-    block.mlp = dh.SaveToDisk(block.mlp, tmp_path)
+    block.mlp = dh.SaveWith(block.mlp, dh.OnDisk(tmp_path), at_least=4096)
     saved = _everything(tmp_path)
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.functions import Save
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import line
@@ -100,7 +101,7 @@ def test_every_view_of_every_dtype_goes_alone(dtype: torch.dtype, tmp_path: path
     """Less than half of a storage is stored as a region, which is copied element by element."""
     for name, view in VIEWS.items():
         x = view(example(dtype, 8, 12))
-        with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+        with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
             y = Save.apply(torch.zeros(1, requires_grad=True), x)
         assert same(y.grad_fn.saved_tensors[0], x)
         if name == "whole":
@@ -109,7 +110,7 @@ def test_every_view_of_every_dtype_goes_alone(dtype: torch.dtype, tmp_path: path
 
 def test_quantized_tensors_are_kept(tmp_path: pathlib.Path) -> None:
     x = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
         y = Save.apply(torch.zeros(1, requires_grad=True), x)
     assert torch.equal(y.grad_fn.saved_tensors[0].int_repr(), x.int_repr())
     assert saved.report().kept_by == {"quantized": 16}
@@ -126,6 +127,6 @@ class Loose(Copies):
 
 def test_a_store_may_give_back_any_layout() -> None:
     x = torch.arange(96.0).view(8, 12)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), Loose())):
+    with dh.saving(pipeline(Loose(), at_least=0)):
         y = Save.apply(torch.zeros(1, requires_grad=True), x)
     assert same(y.grad_fn.saved_tensors[0], x)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 import disthooks as dh
 from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.report import SavedReport
 from tests.support.ops import (
     Outcome,
     Tally,
@@ -46,7 +47,7 @@ class Case:
     dtype: torch.dtype
     training: bool
     lines: Mapping[str, Pipeline]
-    reports: dict[str, list[Callable[[], dh.SavedReport]]]
+    reports: dict[str, list[Callable[[], SavedReport]]]
 
     def run(self, way: str, twice: bool, store: str) -> Outcome:
         return outcome(functools.partial(self._run, way, twice, store))
@@ -87,8 +88,8 @@ def cases(info: Any, dtype: torch.dtype, lines: Mapping[str, Pipeline], reports:
             yield Case(info, given, dtype, training, lines, reports)
 
 
-def summed(reports: list[Callable[[], dh.SavedReport]]) -> dh.SavedReport:
-    return sum((report() for report in reports), dh.SavedReport())
+def summed(reports: list[Callable[[], SavedReport]]) -> SavedReport:
+    return sum((report() for report in reports), SavedReport())
 
 
 @pytest.mark.first_tier(dtype=(torch.bfloat16,))
@@ -105,7 +106,7 @@ def test_gradients_of_every_module(dtype: torch.dtype, tmp_path: pathlib.Path) -
                 for way in ways
                 for twice in orders
             }
-            reports: dict[str, list[Callable[[], dh.SavedReport]]] = {store: [] for store in stores}
+            reports: dict[str, list[Callable[[], SavedReport]]] = {store: [] for store in stores}
             samples = 0
             for case in cases(info, dtype, lines, reports):
                 samples += 1

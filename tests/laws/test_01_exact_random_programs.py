@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.programs import Machine, Step
 from tests.support.stores.copies import Copies
 
@@ -23,10 +24,10 @@ pytestmark = pytest.mark.any_device
 NUMBER = st.integers(0, 999)
 PROGRAM = st.lists(st.lists(st.tuples(NUMBER, NUMBER, NUMBER, NUMBER), max_size=10), min_size=1, max_size=4)
 STORES: dict[str, Callable[[object], object]] = {
-    "disk, every tensor": lambda folder: dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
+    "disk, every tensor": lambda folder: pipeline(dh.OnDisk(folder), at_least=0),
     "disk": lambda folder: dh.OnDisk(folder),
-    "copies": lambda folder: dh.pipeline(dh.AtLeast(0), Copies()),
-    "recompute": lambda folder: dh.pipeline(dh.AtLeast(0), dh.Recompute(), Copies()),
+    "copies": lambda folder: pipeline(Copies(), at_least=0),
+    "recompute": lambda folder: pipeline(dh.Recompute(), Copies(), at_least=0),
 }
 
 
@@ -62,7 +63,7 @@ def test_a_number_that_is_a_tensor_may_be_written_after_it_was_used() -> None:
         leaf = torch.tensor(0.5, dtype=dtype, requires_grad=True)
         factor = leaf * 1.5
         square = factor * factor  # saves `factor`, and no hooks are on
-        with dh.saving(dh.AtLeast(0), dh.Recompute(), Copies()):
+        with dh.saving(dh.Recompute(), Copies(), at_least=0):
             root = square * leaf
         with torch.no_grad():
             factor.mul_(0.5)

@@ -13,6 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.recompute import verify
 from disthooks.saved.recompute.verify import Proofs, Verification, proofs_of
 
@@ -29,9 +30,6 @@ class Behind(nn.Module):
         return x.sin().sum() + self.function(x).cos().sum()  # both save what they take
 
 
-ALL = dh.AtLeast(0)
-
-
 def _same_in_all(model: nn.Module, inputs: list[torch.Tensor], train: Callable[[int], bool] = lambda _: True) -> bool:
     """Whether bytes were computed again, if torch shows what a node saved; each gradient is checked in any case."""
 
@@ -43,7 +41,7 @@ def _same_in_all(model: nn.Module, inputs: list[torch.Tensor], train: Callable[[
         return found
 
     truth = [grad(number) for number in range(len(inputs))]
-    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saving:
+    with dh.save_activations(model, "", pipeline(dh.Recompute(), dh.OnCpu(), at_least=0)) as saving:
         for number, right in enumerate(truth):
             assert torch.equal(grad(number), right), number
     return saving.report().recomputed > 0
@@ -112,7 +110,7 @@ def test_a_view_of_a_weight_is_copied_as_the_weight_is() -> None:
     """Engines free a weight after its module's forward and gather it again only for that module's backward."""
     model = nn.Sequential(nn.Linear(16, 16), Scaled(), nn.SiLU())
     x = torch.randn(32, 16, requires_grad=True)
-    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saving:
+    with dh.save_activations(model, "", pipeline(dh.Recompute(), dh.OnCpu(), at_least=0)) as saving:
         y = model(x)
     assert "mul" in saving.report().recomputed_by
     storage, there = model[1].weight.untyped_storage(), model[1].weight.detach().clone()
@@ -185,7 +183,7 @@ def _block(x: torch.Tensor) -> torch.Tensor:
 def test_a_block_in_a_loop_goes_on_with_its_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, x, compared = _counted(monkeypatch), torch.randn(64, 64, requires_grad=True), []
     for _ in range(8):
-        with dh.saving(ALL, dh.Recompute(), dh.OnCpu()) as saved:
+        with dh.saving(dh.Recompute(), dh.OnCpu(), at_least=0) as saved:
             loss = _block(x)
         assert saved.report().recomputed > 0
         loss.backward()
@@ -193,7 +191,7 @@ def test_a_block_in_a_loop_goes_on_with_its_proofs(monkeypatch: pytest.MonkeyPat
         tried.clear()
     assert compared[0] > 0
     assert compared == [compared[0] * (each.bit_count() == 1) for each in range(1, 9)]
-    with dh.saving(ALL, dh.Recompute(), dh.OnCpu()):  # another line of code, of which nothing is known
+    with dh.saving(dh.Recompute(), dh.OnCpu(), at_least=0):  # another line of code, of which nothing is known
         _block(x)
     assert len(tried) == compared[0]
 
@@ -203,20 +201,20 @@ def test_an_attachment_goes_on_with_the_proofs_of_its_model(monkeypatch: pytest.
     x, model = torch.randn(64, 64, requires_grad=True), Behind(torch.sigmoid)
     for step in range(4):
         attached = nn.DataParallel(model) if step % 2 else model  # the shell of an engine is not another model
-        with dh.save_activations(attached, "", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())):
+        with dh.save_activations(attached, "", pipeline(dh.Recompute(), dh.OnCpu(), at_least=0)):
             model(x).backward()
         compared.append(len(tried))
         tried.clear()
     assert compared == [1, 1, 0, 1]
     other = Behind(torch.sigmoid)
-    with dh.save_activations(other, "", dh.pipeline(ALL, dh.Recompute(check="always"), dh.OnCpu())):
+    with dh.save_activations(other, "", pipeline(dh.Recompute(check="always"), dh.OnCpu(), at_least=0)):
         other(x).backward()
     assert len(tried) == 1
 
 
 def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: dict[str, object] = {"dh": dh, "ALL": ALL}
-    exec("def make():\n    return dh.saving(ALL, dh.Recompute(), dh.OnCpu())", names)
+    names: dict[str, object] = {"dh": dh}
+    exec("def make():\n    return dh.saving(dh.Recompute(), dh.OnCpu(), at_least=0)", names)
     proofs = [names["make"]()._site.pipeline.proofs for _ in range(2)]  # type: ignore[operator]
     assert proofs[0] is proofs[1]
     alive = weakref.ref(proofs[0])
@@ -237,7 +235,7 @@ def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 def test_lengths_that_do_not_come_again_leave_few_proofs() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16))
-    with dh.save_activations(model, "*", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saving:
+    with dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnCpu(), at_least=0)) as saving:
         for length in range(32, 332):
             model(torch.randn(length, 16)).sum().backward()
     assert saving.report().recomputed

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.weights import AutocastCopy
 from tests.support.models import identical
 from tests.support.replicas import replicate
@@ -23,8 +25,8 @@ from tests.support.replicas import replicate
 pytestmark = pytest.mark.any_device
 
 
-def _stored(store_folder: pathlib.Path, run: object) -> dh.SavedReport:
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(store_folder))) as saved:
+def _stored(store_folder: pathlib.Path, run: object) -> SavedReport:
+    with dh.saving(pipeline(dh.OnDisk(store_folder), at_least=0)) as saved:
         y = run()
     y.sum().backward()
     return saved.report()
@@ -51,14 +53,14 @@ def test_a_buffer_and_a_detached_weight_stay(tmp_path: pathlib.Path) -> None:
 
     layer = Masked(64, 64)
     layer.register_buffer("mask", torch.rand(8, 64))
-    wrapped = dh.SaveToDisk(layer, tmp_path, at_least=0)
+    wrapped = dh.SaveWith(layer, dh.OnDisk(tmp_path), at_least=0)
     wrapped(torch.randn(8, 64, requires_grad=True)).sum().backward()
     assert wrapped.report().stored == 0
     assert wrapped.report().kept_by == {"buffer": layer.mask.nbytes, "parameter": layer.weight.nbytes}
 
 
 def test_replicas_keep_their_copies(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToDisk(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), tmp_path, at_least=0)
+    model = dh.SaveWith(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), dh.OnDisk(tmp_path), at_least=0)
     for copy in replicate(model, 2):
         copy(torch.randn(8, 64, requires_grad=True)).sum().backward()
     report = model.report()
@@ -110,7 +112,7 @@ def _live(nbytes: int) -> int:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_autocast_copy_is_dropped_and_cast_again(frozen: bool, tmp_path: pathlib.Path) -> None:
     model, x, truth = _narrow(frozen)
-    with dh.save_activations(model, "", dh.pipeline(dh.AtLeast("2 KiB"), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, "", pipeline(dh.OnDisk(tmp_path), at_least="2 KiB")) as saving:
         y = model(x)
         report = saving.report()
         assert report.recast == 2 * 64 * 64 * 2
@@ -197,7 +199,7 @@ def test_a_stale_copy_stays(tmp_path: pathlib.Path) -> None:
 
 def test_a_replicas_copy_and_a_cast_view_stay(tmp_path: pathlib.Path) -> None:
     model, x, _ = _narrow()
-    line = dh.pipeline(dh.AtLeast("4 KiB"), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least="4 KiB")
     wrapped = dh.SaveWith(model, line)
     for copy in replicate(wrapped, 2):
         copy(x).sum().backward()
@@ -247,7 +249,7 @@ def test_an_activation_at_the_address_of_a_weight_that_went_is_stored(tmp_path: 
                 weight.data = torch.empty(0)
             return x
 
-    model = dh.SaveToDisk(Exchanged(), tmp_path)
+    model = dh.SaveWith(Exchanged(), dh.OnDisk(tmp_path), at_least=4096)
     model(torch.ones(4096, requires_grad=True)).sum().backward()
     assert model.report().stored == 8 * 4096 * 4
     assert model.report().kept == 0

@@ -27,6 +27,7 @@ from torch import nn
 import disthooks as dh
 from disthooks._tensors import Layout, region_of
 from disthooks.saved.codecs import Codec
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from tests.support.functions import Prepared, Save
 from tests.support.stores.copies import Copies
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.any_device
 
 def _saved(folder: object, *tensors: torch.Tensor, line: object = None) -> tuple[dh.saving, tuple]:
     anchor = torch.zeros(1, requires_grad=True)
-    with dh.saving(line or dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))) as saved:
+    with dh.saving(line or pipeline(dh.OnDisk(folder), at_least=0)) as saved:
         # Older torch releases what a node saved when the node's output goes.
         saved.output = Save.apply(anchor, *tensors)
     return saved, saved.output.grad_fn
@@ -124,9 +125,6 @@ def test_half_a_storage_is_kept_whole() -> None:
     assert region_of(Layout.of(x[:, 2]), x.nbytes) == (torch.float32, 2, (10,), (10,))
 
 
-ALL = dh.AtLeast(0)
-
-
 class Reads(torch.autograd.Function):
     """Multiplies by what it saved, read twice."""
 
@@ -154,7 +152,7 @@ def test_the_stride_of_a_dimension_of_one_comes_back(shape: tuple[int, ...], tmp
     )
     assert odd.is_contiguous()
     for store in (dh.OnDisk(tmp_path), Copies()):
-        with dh.saving(ALL, store):
+        with dh.saving(store, at_least=0):
             output = Reads.apply(torch.ones(1, requires_grad=True), odd)  # torch 2.11 frees what a dead output saved
         (got,) = output.grad_fn.saved_tensors
         assert (got.shape, got.stride()) == (odd.shape, odd.stride())
@@ -237,7 +235,7 @@ def test_parts_that_are_little_of_their_storage_do_not_pull_the_rest_along(tmp_p
 def test_parts_go_through_a_codec_as_one(tmp_path: pathlib.Path) -> None:
     x = torch.randn(16, 96)
     views = (x[:, :40], x[:, 40:80], x[:, 80:])
-    line = dh.pipeline(dh.AtLeast(0), dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path))
+    line = pipeline(dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path), at_least=0)
     saved, node = _saved(tmp_path, *views, line=line)
     assert saved.report().stored == x.nbytes // 2
     for one, view in zip(node.saved_tensors, views, strict=True):
@@ -257,7 +255,7 @@ def test_what_nobody_needs_any_more_is_never_written(tmp_path: pathlib.Path) -> 
 
 
 def test_another_version_is_another_content(tmp_path: pathlib.Path) -> None:
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     x, anchor = torch.zeros(100), torch.zeros(1, requires_grad=True)
     with dh.saving(line) as saved:
         first = Save.apply(anchor, x)
@@ -282,7 +280,7 @@ def test_a_part_that_may_be_written_uncounted_is_for_itself(
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
     x = torch.ones(64, 96)
     leaf = x[:, 40:80].requires_grad_()
-    with dh.saving(dh.AtLeast(0), store):
+    with dh.saving(store, at_least=0):
         output = Save.apply(torch.zeros(1, requires_grad=True), x[:, :40], leaf)
     leaf.data.mul_(2)
     go_on.set()
@@ -295,7 +293,7 @@ def test_a_part_that_may_be_written_uncounted_is_for_itself(
 def test_a_part_that_changes_after_another_was_saved_is_another_content(tmp_path: pathlib.Path) -> None:
     x = torch.randn(4, 96)
     before = x.clone()
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     anchor = torch.zeros(1, requires_grad=True)
     with dh.saving(line):
         first = Save.apply(anchor, x[:, :32])
@@ -310,7 +308,7 @@ def test_an_address_used_again_is_not_mistaken(tmp_path: pathlib.Path) -> None:
     anchor = torch.zeros(1, requires_grad=True)
     outputs = []
     addresses = set()
-    with dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path, in_flight=0)):
+    with dh.saving(dh.OnDisk(tmp_path, in_flight=0), at_least=0):
         for i in range(300):
             fresh = torch.full((64,), float(i))
             addresses.add(fresh.data_ptr())
@@ -327,7 +325,7 @@ def test_memory_that_is_exchanged_uncounted_is_not_mistaken(tmp_path: pathlib.Pa
     x = torch.zeros(64, 64)
     anchor = torch.zeros(1, requires_grad=True)
     outputs = []
-    with dh.saving(ALL, dh.OnDisk(tmp_path)) as saved:
+    with dh.saving(dh.OnDisk(tmp_path), at_least=0) as saved:
         for i in range(50):
             x.data = torch.full((64, 64) if i % 2 else (32, 128), float(i))
             outputs.append(Reads.apply(anchor, x))
@@ -349,7 +347,7 @@ def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, m
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
     for tensor in (torch.ones(64, 64, requires_grad=True), torch.ones(4096)):
         go_on.clear()
-        with dh.saving(ALL, store):
+        with dh.saving(store, at_least=0):
             output = Reads.apply(torch.ones(1, requires_grad=True), tensor)
         tensor.data.mul_(2)
         go_on.set()
@@ -363,7 +361,7 @@ def test_a_tensor_whose_memory_is_exchanged_is_another_content(tmp_path: pathlib
     The new memory often lies at the address that was just given back.
     """
     batch, anchor, outputs = torch.zeros(8, 8), torch.zeros(8, 8, requires_grad=True), []
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)):
         for i in range(300):
             batch.data = torch.full((8, 8), float(i))
             outputs.append(anchor * batch)
@@ -523,7 +521,7 @@ def test_programs_that_change_what_they_share_are_as_without_hooks(
     expected = program(contextlib.nullcontext())
     for store in (dh.OnDisk(tmp_path, in_flight=0 if late else "64 MiB"), Memory()):
         torch.manual_seed(0)
-        found = program(dh.saving(dh.AtLeast(0), store))
+        found = program(dh.saving(store, at_least=0))
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other), program.__name__
 
@@ -590,7 +588,7 @@ def test_a_tensor_that_codec_and_store_leave_in_place_stays_the_users() -> None:
 
 def test_what_is_found_again_does_not_grow() -> None:
     """A long training keeps no memory of tensors that are gone."""
-    saved = dh.saving(ALL, Copies())
+    saved = dh.saving(Copies(), at_least=0)
     x = torch.ones(8, 8, requires_grad=True)
     for _ in range(40):
         with saved:
@@ -608,7 +606,7 @@ def test_what_is_found_again_does_not_grow() -> None:
 
 
 def test_a_content_shared_by_very_many_keeps_no_list_of_those_that_are_gone() -> None:
-    saved = dh.saving(ALL, Copies())
+    saved = dh.saving(Copies(), at_least=0)
     x = torch.ones(8, 8, requires_grad=True).exp()
     with saved:
         stays = x.sin()
@@ -658,7 +656,7 @@ def test_what_a_codec_made_never_becomes_a_gradient() -> None:
     If a backward returned the stored tensor, the next backward would add to it.
     """
     a, w = (torch.ones(64, 64, requires_grad=True) for _ in range(2))
-    with dh.saving(dh.AtLeast(0), Round(), dh.OnDevice()):
+    with dh.saving(Round(), dh.OnDevice(), at_least=0):
         loss = Prepared.apply(a, w * 1.234)
     for _ in range(3):
         loss.backward(retain_graph=True)

@@ -44,14 +44,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-ALL = dh.AtLeast(0)
-
-
 def _run(folder: pathlib.Path, forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
     """The gradient of the leaf in the second of two steps, in which the store reads ahead."""
     store, found = dh.OnDisk(folder, in_flight="256 KiB"), None
     for _ in range(2):
-        with dh.saving(ALL, store) as saved:
+        with dh.saving(store, at_least=0) as saved:
             loss, leaf = forward()
         store.wait()
         leaf.grad = None
@@ -165,7 +162,7 @@ def test_what_is_held_for_a_node_that_asks_often_goes_with_the_backward(
 
     monkeypatch.setattr(contents.StoredContent, "_restore", noted)
     leaf, store = torch.linspace(-1, 1, 2048).requires_grad_(), dh.OnDisk(tmp_path)
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         loss = Takes.apply(4, leaf * 2, torch.arange(2048.0))
     store.wait()
     loss.backward(retain_graph=True)
@@ -223,7 +220,7 @@ def test_a_function_that_saves_all_views_of_a_storage_is_given_about_as_many_byt
     expected = step()
     Gathers.given.clear()
     to = dh.OnDisk(tmp_path) if place == "disk" else dh.OnCpu()
-    with dh.saving(dh.AtLeast("1 GiB" if place == "kept" else 0), to):
+    with dh.saving(to, at_least="1 GiB" if place == "kept" else 0):
         found = step()
     assert expected is not None
     assert found is not None

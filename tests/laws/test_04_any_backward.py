@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from disthooks.saved.pipeline import pipeline
 from tests.support.functions import Prepared
 from tests.support.stores.pairs import Pair, ones, run
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.any_device
 def graph(tmp_path: pathlib.Path) -> tuple[torch.Tensor, torch.Tensor, dh.saving]:
     """``x``, the sum of exp(x)², and the closed block that it was made in; in float64."""
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
         y = x.exp().square().sum()
     assert saved.report().moved > 0
     return x, y, saved
@@ -52,7 +53,7 @@ def test_a_retained_graph_runs_again(graph: tuple) -> None:
 
 def test_a_double_backward_is_right(tmp_path: pathlib.Path) -> None:
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         with dh.saving(line):
@@ -92,7 +93,7 @@ def test_a_graph_is_dropped_without_backward(tmp_path: pathlib.Path) -> None:
 def test_a_backward_inside_the_block_packs_what_it_saves(tmp_path: pathlib.Path) -> None:
     """A backward inside the block packs what it saves itself."""
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
         (first,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
     torch.testing.assert_close(second, 2 * x.detach().exp().square())
@@ -414,7 +415,7 @@ def test_a_backward_may_write_into_what_it_saved_inside_the_block(
         two = Scribble.apply(h) if before else h.square()
         return (one + two).sum() if closed else torch.autograd.grad((one + two).sum(), x, retain_graph=True)[0]
 
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
         try:
             y = both()
             found = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2)] if closed else [y]
@@ -429,8 +430,8 @@ def test_a_backward_may_write_into_what_it_saved_inside_the_block(
 
 
 STORES = {
-    "disk": lambda folder: dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
-    "kept": lambda folder: dh.pipeline(dh.AtLeast("1 GiB"), dh.OnDisk(folder)),
+    "disk": lambda folder: pipeline(dh.OnDisk(folder), at_least=0),
+    "kept": lambda folder: pipeline(dh.OnDisk(folder), at_least="1 GiB"),
     "in place": lambda folder: dh.OnCpu(),
 }
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.stores.pairs import Pair, ones
 
 pytestmark = pytest.mark.any_device
@@ -98,7 +99,7 @@ def test_harmless_changes_pass(tmp_path: pathlib.Path) -> None:
     A tensor may change that backward does not need, or that is saved after the change.
     """
     x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)):
         y = (x + 1).mul_(2).relu_()
         z = y.sum()
     z.backward()
@@ -111,7 +112,7 @@ def test_a_tensor_that_is_filled_after_it_was_saved_is_right(alone: bool, tmp_pa
     torch.manual_seed(3)
     (truth,) = torch.autograd.grad(F.rrelu(x, training=True).sum().mul(1 if alone else 2), x)
     torch.manual_seed(3)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
         y = F.rrelu(x, training=True)
         y = y.sum() if alone else y.sum().mul(2)
     (got,) = torch.autograd.grad(y, x)

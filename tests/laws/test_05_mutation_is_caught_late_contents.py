@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from tests.support.functions import Prepared
 
@@ -32,12 +33,11 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-ALL = dh.AtLeast(0)
 STORES: dict[str, Callable[[pathlib.Path], Any]] = {
-    "disk": lambda folder: dh.pipeline(ALL, dh.OnDisk(folder)),
-    "written": lambda folder: dh.pipeline(ALL, dh.OnDisk(folder, in_flight=0)),
-    "compact": lambda folder: dh.pipeline(ALL, dh.Compact(), dh.OnDisk(folder)),
-    "tiers": lambda folder: dh.pipeline(ALL, dh.Tiered(dh.OnDevice("20 KiB"), dh.OnDisk(folder))),
+    "disk": lambda folder: pipeline(dh.OnDisk(folder), at_least=0),
+    "written": lambda folder: pipeline(dh.OnDisk(folder, in_flight=0), at_least=0),
+    "compact": lambda folder: pipeline(dh.Compact(), dh.OnDisk(folder), at_least=0),
+    "tiers": lambda folder: pipeline(dh.Tiered(dh.OnDevice("20 KiB"), dh.OnDisk(folder)), at_least=0),
 }
 
 
@@ -215,10 +215,10 @@ SHAPES: dict[str, Callable[[], torch.Tensor]] = {
 PLACES: dict[str, Callable[[pathlib.Path], Any]] = {
     "disk": STORES["disk"],
     "tiers": STORES["tiers"],
-    "kept": lambda folder: dh.pipeline(dh.AtLeast("1 GiB"), dh.OnDisk(folder)),
-    "in place": lambda folder: dh.pipeline(dh.OnCpu()),
-    "recompute": lambda folder: dh.pipeline(ALL, dh.Recompute(), dh.OnDevice()),
-    "compact": lambda folder: dh.pipeline(ALL, dh.Compact(floats=True), dh.OnCpu()),
+    "kept": lambda folder: pipeline(dh.OnDisk(folder), at_least="1 GiB"),
+    "in place": lambda folder: pipeline(dh.OnCpu()),
+    "recompute": lambda folder: pipeline(dh.Recompute(), dh.OnDevice(), at_least=0),
+    "compact": lambda folder: pipeline(dh.Compact(floats=True), dh.OnCpu(), at_least=0),
 }
 
 
@@ -304,7 +304,7 @@ def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
     """This holds for leaves and constants, and also when the copy in memory is gone."""
     for in_flight in ("64 MiB", 0):
         x, mask = torch.randn(64, 64, requires_grad=True), torch.ones(64, 64)
-        with dh.saving(ALL, dh.OnDisk(tmp_path, in_flight=in_flight)) as saved:
+        with dh.saving(dh.OnDisk(tmp_path, in_flight=in_flight), at_least=0) as saved:
             ys = [(x * x).sum() + (x * mask).sum() for _ in range(10)]
         assert saved.report().stored == x.nbytes + mask.nbytes, len(ys)
         assert saved.report().shared == 19 * x.nbytes + 9 * mask.nbytes
@@ -313,7 +313,7 @@ def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
 def test_copies_are_let_go_of_when_they_are_written(tmp_path: pathlib.Path) -> None:
     """When all is written, only the copies of the last operator stay in memory."""
     store = dh.OnDisk(tmp_path)
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         y = torch.randn(64, 64, requires_grad=True)
         for _ in range(20):
             y = y.sin()
@@ -352,7 +352,7 @@ class Interrupted(Store):
 def test_a_counted_write_while_the_store_takes_the_contents_raises(stages: tuple[Any, ...]) -> None:
     """Nobody gets what may be half written, and the store keeps nothing of it."""
     x, store = torch.randn(64, 64, requires_grad=True), Interrupted([], [])
-    with dh.saving(ALL, *stages, store) as saved:
+    with dh.saving(*stages, store, at_least=0) as saved:
         y = x * 1
         z = y.square()
         store.tensors.append(y)
@@ -367,7 +367,7 @@ def test_a_counted_write_while_the_store_takes_the_contents_raises(stages: tuple
 def test_what_is_stored_stays_when_the_tensor_is_changed(stages: tuple[Any, ...], tmp_path: pathlib.Path) -> None:
     """A counted write spoils the reader of the tensor, not what is computed again from the stored contents."""
     x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(ALL, *stages, dh.OnDisk(tmp_path)):
+    with dh.saving(*stages, dh.OnDisk(tmp_path), at_least=0):
         h = x * 1
         spoilt = h.square()
         y = h.relu()

@@ -31,6 +31,7 @@ from disthooks._torch import top_hooks
 from disthooks.errors import StoreError
 from disthooks.saved.contents import StoredTickets
 from disthooks.saved.hooks import SavedTensorHooks
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Tiny, identical, tokens
 from tests.support.stores.faulty import AsAsked, Watch, fail, full, interrupt, left, line, soon, suppressed
 from tests.support.stores.pairs import Pair, ones
@@ -243,9 +244,7 @@ def test_all_is_back_after_a_store_was_full_or_could_not_be_read(at: int, make: 
 def test_a_forward_that_does_not_fit_leaves_nothing(tmp_path: pathlib.Path) -> None:
     """The forward that does not fit leaves nothing, and the next one that does fit runs."""
     store = dh.OnDisk(tmp_path, limit=10_000)  # two pages
-    model = dh.SaveWith(
-        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16)), dh.pipeline(dh.AtLeast(0), store)
-    )
+    model = dh.SaveWith(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16)), pipeline(store, at_least=0))
     for rows in (8, 100, 8, 1000, 8):
         if rows == 8:
             model(torch.ones(rows, 8)).sum().backward()
@@ -303,7 +302,7 @@ def test_what_torch_keeps_of_a_failed_backward_goes_with_the_next(hooks: bool, t
     With or without hooks they stay until an older graph runs or the thread ends.
     """
     oldest, x, watch = torch.ones(1, requires_grad=True).exp(), torch.ones(64, requires_grad=True), Watch()
-    saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
     with watch, saved if hooks else contextlib.nullcontext():
         branches = x.exp(), x.sin().exp()  # the later one is differentiated first
         branches[1].register_hook(fail)
@@ -338,10 +337,10 @@ def test_a_full_store_frees_the_graph_of_a_failed_backward(fails_at: str, tmp_pa
         branch.sum().backward()
 
     failing[0] = False
-    with dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path)) as saved:
+    with dh.saving(dh.OnDisk(tmp_path), at_least=0) as saved:
         pass
     step(saved)
-    saved = dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path, limit=saved.report().stored * 5 // 4))
+    saved = dh.saving(dh.OnDisk(tmp_path, limit=saved.report().stored * 5 // 4), at_least=0)
     failing[0] = True
     for _ in range(3):
         with pytest.raises(AsAsked):
@@ -352,7 +351,7 @@ def test_a_full_store_frees_the_graph_of_a_failed_backward(fails_at: str, tmp_pa
 
 
 def test_a_full_store_says_what_still_counts(tmp_path: pathlib.Path) -> None:
-    with dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path, limit="48 KiB")):
+    with dh.saving(dh.OnDisk(tmp_path, limit="48 KiB"), at_least=0):
         y = ones(64, 64).exp()  # the script holds it
         with pytest.raises(StoreError, match=r"as long as its graph is alive.* delete the outputs, the loss"):
             ones(64, 64).exp().tan()
@@ -402,7 +401,7 @@ def test_hooks_are_removed_while_a_graph_is_alive(tmp_path: pathlib.Path) -> Non
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8)
     (truth,) = torch.autograd.grad(model(x).sum(), model[0].weight)
     store = dh.OnDisk(tmp_path)
-    saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), store))
+    saving = dh.save_activations(model, "", pipeline(store, at_least=0))
     loss, account = model(x).sum(), store.budget
     saving.remove()
     del store
@@ -428,7 +427,7 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("way", ["in place", "wrapper"])
 def test_a_graph_does_not_keep_its_module(way: str, tmp_path: pathlib.Path) -> None:
     """A graph makes no cycle with the module, which the garbage collector could not see."""
-    to = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    to = pipeline(dh.OnDisk(tmp_path), at_least=0)
     model = keeps = Keeps()
     if way == "in place":
         counters = dh.save_activations(model, "", to)._pipeline  # the handle itself keeps what it can be removed from
@@ -454,7 +453,7 @@ def test_a_cycle_goes_with_the_collector(pair: Pair) -> None:
 
 def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:
     """Training loops switch the garbage collector off, so the object that each call makes must go without it."""
-    model = dh.SaveToDisk(nn.Linear(8, 8), tmp_path)
+    model = dh.SaveWith(nn.Linear(8, 8), dh.OnDisk(tmp_path), at_least=4096)
 
     def alive() -> int:
         return sum(type(thing) is SavedTensorHooks for thing in gc.get_objects())
@@ -575,7 +574,7 @@ def test_an_abandoned_generator_module_leaves_nothing(kind: str, tmp_path: pathl
 
 
 def test_an_abandoned_coroutine_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
 
     @types.coroutine
     def pause() -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 import disthooks as dh
 from disthooks._torch import hooks_allowed, top_hooks
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.replicas import replicate
@@ -59,9 +60,9 @@ def test_replicas_save_inside_their_own_forward(how: str, tmp_path: pathlib.Path
     truth = [p.grad.clone() for p in plain.parameters()]
     plain.zero_grad()
     if how == "wrapper":
-        model = attached = dh.SaveToDisk(plain, tmp_path, at_least=0)
+        model = attached = dh.SaveWith(plain, dh.OnDisk(tmp_path), at_least=0)
     else:
-        model, attached = plain, dh.save_activations(plain, "", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+        model, attached = plain, dh.save_activations(plain, "", pipeline(dh.OnDisk(tmp_path), at_least=0))
     copies = replicate(model, 2)
     outputs = together([lambda c=c, x=x: c(x) for c, x in zip(copies, halves, strict=True)])
     # Per replica: the two layers' inputs; Tanh's output is the second of them. No weights.
@@ -74,7 +75,7 @@ def test_replicas_save_inside_their_own_forward(how: str, tmp_path: pathlib.Path
 
 
 def test_replicas_use_their_own_weights(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToDisk(nn.Linear(8, 8, bias=False), tmp_path)
+    model = dh.SaveWith(nn.Linear(8, 8, bias=False), dh.OnDisk(tmp_path), at_least=4096)
     one, two = replicate(model, 2)
     with torch.no_grad():
         two.unwrapped.weight.zero_()
@@ -86,14 +87,14 @@ def test_replicas_use_their_own_weights(tmp_path: pathlib.Path) -> None:
 def test_hooks_entered_outside_do_nothing_in_replicas(tmp_path: pathlib.Path) -> None:
     """This is why the wrapper is needed: a block around the call does not reach into other threads."""
     copies = replicate(Shards(), 2)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
         together([lambda c=c: c(torch.randn(8, 64)) for c in copies])
     assert saved.report().moved == 0
 
 
 @pytest.mark.parametrize(("value", "kind"), [(1e7, ValueError), (-1e7, KeyboardInterrupt)])
 def test_an_exception_leaves_no_hook(value: float, kind: type[BaseException], tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToDisk(Shards(), tmp_path, at_least=0)
+    model = dh.SaveWith(Shards(), dh.OnDisk(tmp_path), at_least=0)
     bad = torch.full((8, 64), value)
     results = together([lambda c=c, x=x: c(x) for c, x in zip(replicate(model, 2), (bad, bad / value), strict=True)])
     assert isinstance(results[0], kind)
@@ -142,7 +143,7 @@ def test_data_parallel_on_two_gpus_is_right(tmp_path: pathlib.Path) -> None:
     model = Tiny().cuda()
     truth = step(model, tokens().cuda())
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = dh.SaveToDisk(block, tmp_path)
+        model.blocks[i] = dh.SaveWith(block, dh.OnDisk(tmp_path), at_least=4096)
     got = step(nn.DataParallel(model), tokens().cuda())
     for a, b in zip(got, truth, strict=True):
         torch.testing.assert_close(a, b)
@@ -217,7 +218,7 @@ def test_the_innermost_pair_alone(tmp_path: pathlib.Path) -> None:
                 three = x.square()
                 _ = 1 / 0
             two = two + x.square()
-        with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))), outer:  # the same block again
+        with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)), outer:  # the same block again
             one = one + x.square()
         one = one + x.square()
     four = x.square()
@@ -295,7 +296,7 @@ def test_mutation_is_allowed_where_torch_allows_it(pair: Pair) -> None:
 
 def test_an_outer_hook_needs_no_module(tmp_path: pathlib.Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
-        dh.SaveToDisk(nn.Linear(64, 64), tmp_path)(torch.randn(32, 64)).sum().backward()
+        dh.SaveWith(nn.Linear(64, 64), dh.OnDisk(tmp_path), at_least=4096)(torch.randn(32, 64)).sum().backward()
 
 
 # --- Generators: their own code runs with the hooks on, and their consumer's code with the hooks off
@@ -326,7 +327,7 @@ class Steps(nn.Module):
 
 
 def _line(folder: pathlib.Path) -> object:
-    return dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+    return pipeline(dh.OnDisk(folder), at_least=0)
 
 
 def _consume(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -441,7 +442,7 @@ def test_a_context_manager_made_of_a_generator_is_hooked_in_both_halves(tmp_path
 
 def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
     """The collector may end it in the middle of our code, whatever lock is held, so ending it must not wait."""
-    saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
 
     class Owner:
         @saved
@@ -466,7 +467,7 @@ def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture
 def saved(tmp_path: pathlib.Path) -> dh.saving:
-    return dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    return dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
 
 
 def test_a_decorated_function_stores_what_it_saves_alone(saved: dh.saving) -> None:

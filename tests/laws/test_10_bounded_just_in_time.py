@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.host import AlignedPool
 from disthooks.saved.stores.order import AccessOrder
 from tests.support.stores.faulty import soon
@@ -44,13 +45,10 @@ class Slow(torch.autograd.Function):
         return grad * 2 + 0 * x, None, None
 
 
-ALL = dh.AtLeast(0)
-
-
-def _step(store: dh.OnDisk, seconds: float, count: int = 8) -> dh.SavedReport:
+def _step(store: dh.OnDisk, seconds: float, count: int = 8) -> SavedReport:
     x = torch.randn(256, 1024, requires_grad=True)  # a MiB
     Slow.noted = []
-    with dh.saving(ALL, store) as saved:
+    with dh.saving(store, at_least=0) as saved:
         y = x
         for _ in range(count):
             y = Slow.apply(y, store, seconds)
@@ -144,7 +142,7 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     store = dh.OnDisk(tmp_path)
     _step(store, 0.3, count=4)
     x = torch.randn(rows, 1024, requires_grad=True)
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         first, y = Slow.apply(x * 2, store, 0.3), x
         for _ in range(2):
             y = Slow.apply(y, store, 0.3)
@@ -219,7 +217,7 @@ def test_what_a_far_reader_wants_is_not_held_for_it(between: int, loads: int, tm
     """
     leaf = torch.randn(64, 64, requires_grad=True)
     shared = leaf * 1
-    with dh.saving(ALL, dh.OnDisk(tmp_path)) as saved:
+    with dh.saving(dh.OnDisk(tmp_path), at_least=0) as saved:
         y = Reads.apply(torch.zeros(1, requires_grad=True), shared)
         others = [leaf + i for i in range(between)]
         for other in others:
@@ -252,7 +250,7 @@ def test_far_readers_see_what_was_saved_whatever_nearer_ones_do(writes: bool, tm
     shared = leaf * 1
     expected = [shared.detach().clone() if i % 4 == 0 else (leaf + i).detach() for i in range(12)]
     store = dh.OnDisk(tmp_path)
-    with dh.saving(ALL, store):
+    with dh.saving(store, at_least=0):
         y = torch.zeros(1, requires_grad=True)
         for i in range(12):
             y = Notes.apply(y, shared if i % 4 == 0 else leaf + i)
@@ -307,7 +305,7 @@ def test_threads_that_train_at_once_find_their_own_order(tmp_path: pathlib.Path)
 
     def train(pause: float) -> None:
         for _ in range(6):
-            with dh.saving(ALL, store):
+            with dh.saving(store, at_least=0):
                 loss = model(x).square().sum()
             time.sleep(pause)
             found = torch.autograd.grad(loss, list(model.parameters()))

@@ -24,6 +24,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, MatchError, UsageError
+from disthooks.saved.pipeline import pipeline
 from tests.support.engines import Net, loss_of, make, sharded
 from tests.support.models import identical, step
 from tests.support.ranks.harness import Ranks
@@ -295,7 +296,7 @@ def test_a_container_that_is_never_called_takes_no_place(pattern: object, tmp_pa
 @pytest.mark.any_device
 def test_a_wrapper_around_a_container_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(dh.errors.UsageError):
-        dh.SaveToDisk(nn.ModuleList([nn.Linear(64, 64)]), tmp_path)
+        dh.SaveWith(nn.ModuleList([nn.Linear(64, 64)]), dh.OnDisk(tmp_path), at_least=4096)
 
 
 class Streams(nn.Module):
@@ -313,7 +314,7 @@ class Streams(nn.Module):
 
 @pytest.mark.any_device
 def test_the_user_is_told_of_a_forward_in_threads_of_its_own(tmp_path: pathlib.Path) -> None:
-    model, line = nn.Sequential(Streams(), nn.Linear(64, 64)), dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    model, line = nn.Sequential(Streams(), nn.Linear(64, 64)), pipeline(dh.OnDisk(tmp_path), at_least=0)
     x = torch.randn(32, 64)
     truth = step(model, x)
     with dh.save_activations(model, "?", line) as saving:
@@ -346,7 +347,7 @@ def test_nobody_is_told_of_a_forward_in_the_callers_thread(model: nn.Module, tmp
 
 @pytest.mark.any_device
 def test_an_inner_attachment_takes_all_and_nobody_warns(tmp_path: pathlib.Path) -> None:
-    model = nn.Sequential(nn.Sequential(dh.SaveToDisk(nn.Linear(64, 64), tmp_path)))
+    model = nn.Sequential(nn.Sequential(dh.SaveWith(nn.Linear(64, 64), dh.OnDisk(tmp_path), at_least=4096)))
     with warnings.catch_warnings(), dh.save_activations(model, "0", dh.OnDisk(tmp_path)):
         warnings.simplefilter("error")
         model(torch.randn(4, 64)).sum().backward()
@@ -399,7 +400,7 @@ def test_removal_tells_of_calls_that_open_no_hooks(tmp_path: pathlib.Path) -> No
 def test_the_user_is_told_of_hooks_that_a_block_forbids(tmp_path: pathlib.Path) -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
     truth = step(model, x)
-    with dh.save_activations(model, "0", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, "0", pipeline(dh.OnDisk(tmp_path), at_least=0)) as saving:
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             with pytest.warns(UserWarning, match="disable_saved_tensors_hooks forbids hooks") as told:
                 assert identical(step(model, x), truth)
@@ -422,7 +423,7 @@ class Mapped(nn.Module):
 
 @pytest.mark.any_device
 def test_the_user_is_told_of_a_module_inside_vmap_and_the_one_around_it_stores(tmp_path: pathlib.Path) -> None:
-    model, line = nn.Sequential(nn.Linear(64, 64), Mapped()), dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    model, line = nn.Sequential(nn.Linear(64, 64), Mapped()), pipeline(dh.OnDisk(tmp_path), at_least=0)
     x = torch.randn(32, 64)
     truth = step(model, x)
     with dh.save_activations(model, "*row", line) as saving:
@@ -491,7 +492,7 @@ def test_a_store_where_the_tensors_are_says_so(
     assert len(told) == 1  # each run of the block is an attachment, and the process is told once
     assert "stores nothing of this block" in str(told[0].message)
     for stages in ((dh.Compact(), to), (dh.Recompute(), to), (dh.Tiered(dh.OnCpu("1 KiB"), dh.OnDisk(tmp_path)),)):
-        with warnings.catch_warnings(), dh.save_activations(model, "?", dh.pipeline(*stages)):
+        with warnings.catch_warnings(), dh.save_activations(model, "?", pipeline(*stages)):
             warnings.simplefilter("error")
             step(model, x)
 

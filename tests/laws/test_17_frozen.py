@@ -26,6 +26,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import sinks, stats
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.faulty import soon
 
@@ -38,7 +39,6 @@ STORES: dict[str, Callable[[pathlib.Path], Any]] = {
     "Functions": lambda folder: dh.Functions(torch.clone, torch.clone),
 }
 STAGES: dict[str, Callable[[], Any]] = {
-    "AtLeast": lambda: dh.AtLeast("1 KiB"),
     "Cast": lambda: dh.Cast(torch.bfloat16),
     "Compact": lambda: dh.Compact(),
     "Quantize": lambda: dh.Quantize(8),
@@ -106,7 +106,7 @@ def test_the_stages_of_a_pipeline_take_no_assignment(kind: str) -> None:
 def test_stores_and_pipelines_take_no_assignment(kind: str, tmp_path: pathlib.Path) -> None:
     store = STORES[kind](tmp_path)
     _assert_takes_no_assignment(store)
-    _assert_takes_no_assignment(dh.pipeline(dh.AtLeast(0), store))
+    _assert_takes_no_assignment(pipeline(store, at_least=0))
 
 
 def test_sinks_take_no_assignment(tmp_path: pathlib.Path) -> None:
@@ -115,7 +115,7 @@ def test_sinks_take_no_assignment(tmp_path: pathlib.Path) -> None:
 
 
 def test_reports_take_no_assignment(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveToDisk(nn.Linear(64, 64), tmp_path)
+    model = dh.SaveWith(nn.Linear(64, 64), dh.OnDisk(tmp_path), at_least=4096)
     model(torch.randn(64, 64)).sum().backward()
     report = model.report()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -130,7 +130,7 @@ def test_a_store_is_the_same_one_after_use(kind: str, tmp_path: pathlib.Path) ->
     before = repr(store), _asked_for(store)
     model = Tiny()
     truth = step(model, tokens())
-    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), store)):
+    with dh.save_activations(model, "blocks.*", pipeline(store, at_least=0)):
         assert identical(step(model, tokens()), truth)
     assert (repr(store), _asked_for(store)) == before
     if kind != "Functions":  # equal by its functions, and a fresh one has the same
@@ -162,7 +162,7 @@ def test_no_field_of_a_store_changes_by_use(kind: str, tmp_path: pathlib.Path) -
     store.wait()
     store.report()
     store.drop(ticket)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), store)):
+    with dh.saving(pipeline(store, at_least=0)):
         y = torch.ones(5000, requires_grad=True).sin().sin().sum()
     y.backward()
     store.release_idle()
@@ -234,12 +234,12 @@ def test_what_works_for_a_store_is_one_thing_a_process(tmp_path: pathlib.Path) -
 def test_a_stage_is_the_same_one_after_use(kind: str, tmp_path: pathlib.Path) -> None:
     stage, model = STAGES[kind](), Tiny()
     before = repr(stage), dict(vars(stage))
-    line = dh.pipeline(stage, dh.OnDisk(tmp_path))
+    line = pipeline(stage, dh.OnDisk(tmp_path))
     with dh.save_activations(model, "blocks.*", line) as saving:
         step(model, tokens())
     assert saving.report().stored > 0
     assert (repr(stage), dict(vars(stage))) == before
-    assert line == dh.pipeline(STAGES[kind](), dh.OnDisk(tmp_path))
+    assert line == pipeline(STAGES[kind](), dh.OnDisk(tmp_path))
 
 
 def _made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -51,7 +51,7 @@ STEP = """
 import disthooks as dh
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-line = dh.pipeline(dh.AtLeast(0), dh.Tiered(dh.OnCpu("8 KiB"), dh.OnDisk(tempfile.gettempdir())))
+line = pipeline(dh.Tiered(dh.OnCpu("8 KiB"), dh.OnDisk(tempfile.gettempdir())), at_least=0)
 stats = [dh.stats.Norm(), dh.stats.Histogram()]
 with dh.save_activations(model, "?", line) as saving, dh.features(model, "1") as seen, dh.trace(model, print=None):
     with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite(), dh.ClipNorm(1.0)], stats=stats) as watch:
@@ -83,7 +83,7 @@ def test_a_step_with_everything_on_needs_torch_alone() -> None:
 NEEDS = {
     "dh.Compress('zstd')": "disthooks[compress]",
     "dh.Compress('lz4')": "disthooks[compress]",
-    "dh.from_config({'save': []})": "disthooks[config]",
+    "dh.config.from_config({'save': []})": "disthooks[config]",
     "dh.integrations.accelerate": "accelerate",
     "dh.integrations.lightning": "lightning",
     "dh.integrations.transformers": "accelerate",  # it looks for accelerate first

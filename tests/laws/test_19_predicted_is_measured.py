@@ -26,6 +26,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.cli.app import app
 from disthooks.errors import ConfigError
+from disthooks.saved.pipeline import pipeline
 from tests.support import ROOT, zoo
 from tests.support.models import CASES, Tiny, build, identical, step, tokens
 from tests.support.predicted import beside
@@ -64,22 +65,22 @@ def test_explain_names_the_bytes_of_each_module() -> None:
 
 #: Entries that store, move, share, recompute, recast and keep.
 PLANS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "all in a store": ("", lambda: dh.pipeline(dh.AtLeast(0), Copies())),
-    "some modules": ("[!m]*", lambda: dh.pipeline(dh.AtLeast(0), Copies())),
-    "large ones alone": ("", lambda: dh.pipeline(dh.AtLeast("16 KiB"), Copies())),
-    "recomputed": ("", lambda: dh.pipeline(dh.AtLeast(0), dh.Recompute(), Copies())),
-    "cast": ("", lambda: dh.pipeline(dh.AtLeast(0), dh.Cast(torch.bfloat16), Copies())),
-    "kept in the host's memory": ("", lambda: dh.pipeline(dh.AtLeast(0), dh.OnCpu())),
+    "all in a store": ("", lambda: pipeline(Copies(), at_least=0)),
+    "some modules": ("[!m]*", lambda: pipeline(Copies(), at_least=0)),
+    "large ones alone": ("", lambda: pipeline(Copies(), at_least="16 KiB")),
+    "recomputed": ("", lambda: pipeline(dh.Recompute(), Copies(), at_least=0)),
+    "cast": ("", lambda: pipeline(dh.Cast(torch.bfloat16), Copies(), at_least=0)),
+    "kept in the host's memory": ("", lambda: pipeline(dh.OnCpu(), at_least=0)),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("case", CASES)
 def test_explain_with_a_plan_says_what_the_report_of_a_run_says(case: str, plan: str) -> None:
-    modules, pipeline = PLANS[plan]
-    said = dh.explain(lambda: build(case), plan=[(modules, pipeline())], device="cpu")
+    modules, stages = PLANS[plan]
+    said = dh.explain(lambda: build(case), plan=[(modules, stages())], device="cpu")
     model, x = build(case)
-    with dh.save_activations(model, modules, pipeline()) as saving:
+    with dh.save_activations(model, modules, stages()) as saving:
         for _ in range(2):
             step(model, x)
         found = said.beside(saving.report())
@@ -116,7 +117,7 @@ def test_explain_with_a_plan_names_the_bytes_that_the_plan_stores(modules: str, 
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout)["plan"]["modules"]
     model = Tiny()
-    with dh.from_config(file).save(model) as saving:
+    with dh.config.from_config(file).save(model) as saving:
         model(tokens()).square().mean().backward()
     assert sum(module["stored"] for module in told) == saving.report().stored > 0
 
@@ -145,7 +146,7 @@ def test_a_limit_is_not_exceeded_at_any_moment_of_any_step(kind: str, tmp_path: 
         module.register_forward_hook(look)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(look)
-    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), store)) as saving:
+    with dh.save_activations(model, "blocks.*", pipeline(store, at_least=0)) as saving:
         for _ in range(3):
             assert identical(step(model, tokens()), truth)
     assert limit // 2 < max(most) <= limit
@@ -161,7 +162,7 @@ def test_a_budget_is_not_exceeded_from_the_first_step_on(tmp_path: pathlib.Path)
     entry = f"{{modules: 'blocks.*', at_least: 0, store: {{kind: OnDisk, directory: '{tmp_path}'}}}}"
     file.write_text(f"budget: {weights + room}\nsave: [{entry}]")
     most: list[int] = []
-    with dh.from_config(file).save(model) as saving:
+    with dh.config.from_config(file).save(model) as saving:
         for module in model.modules():
             module.register_forward_hook(lambda *_: most.append(weights + saving.report().tiers[0].held))
         for _ in range(3):
@@ -176,4 +177,4 @@ def test_a_budget_that_cannot_be_kept_is_refused_before_the_first_step(tmp_path:
     model, file = Tiny(), tmp_path / "hooks.yaml"
     file.write_text(f"budget: 1 KiB\nsave: [{{modules: norm, store: {{kind: OnDisk, directory: '{tmp_path}'}}}}]")
     with pytest.raises(dh.errors.ConfigError, match="are less than the parameters and buffers"):
-        dh.from_config(file).save(model)
+        dh.config.from_config(file).save(model)

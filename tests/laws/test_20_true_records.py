@@ -107,7 +107,7 @@ def test_features_of_a_module_that_did_not_run_say_so() -> None:
 def test_a_report_of_hooks_that_never_ran_says_so(tmp_path: pathlib.Path) -> None:
     saving = dh.save_activations(nn.Linear(2, 2), "", dh.OnDisk(tmp_path))
     assert "no call ran with the hooks on" in str(saving.report())
-    model = dh.SaveToDisk(nn.Linear(2, 2), tmp_path)
+    model = dh.SaveWith(nn.Linear(2, 2), dh.OnDisk(tmp_path), at_least=4096)
     with torch.no_grad():
         model(torch.ones(1, 2))
     assert "no call ran with the hooks on; calls without: " in str(model.report())
@@ -147,9 +147,6 @@ def test_an_attached_module_that_had_no_call_is_in_the_report(tmp_path: pathlib.
     assert any("never called so far: two." in advice for advice in saving.report().advice())
 
 
-ALL = dh.AtLeast(0)
-
-
 def test_advice_is_about_what_went_to_a_disk(tmp_path: pathlib.Path) -> None:
     x = torch.ones(64, 64, requires_grad=True)
     with dh.saving(dh.Functions(lambda t: t, lambda t: t)) as functions:
@@ -158,7 +155,7 @@ def test_advice_is_about_what_went_to_a_disk(tmp_path: pathlib.Path) -> None:
         (x.exp() + x[0, :2].exp().sum()).sum().backward()
     assert functions.report().advice() == []
     assert not any("worth moving" in advice for advice in in_place.report().advice())
-    with dh.saving(ALL, dh.OnDisk(tmp_path, in_flight=0)) as small:
+    with dh.saving(dh.OnDisk(tmp_path, in_flight=0), at_least=0) as small:
         y = x.exp().sin().cos().sum()
     y.backward()
     assert "less than is worth moving" in str(small.report())

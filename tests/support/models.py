@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 
 
 class Block(nn.Module):
@@ -113,8 +114,8 @@ def stores(folder: object) -> dict[str, object]:
     return {
         "cpu": dh.OnCpu(),
         "disk": dh.OnDisk(folder),
-        "disk, every tensor": dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
-        "recompute": dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDisk(folder)),
-        "tiers": dh.pipeline(dh.AtLeast(0), dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu("64 KiB"), dh.OnDisk(folder))),
+        "disk, every tensor": pipeline(dh.OnDisk(folder), at_least=0),
+        "recompute": pipeline(dh.Recompute(), dh.OnDisk(folder), at_least=0),
+        "tiers": pipeline(dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu("64 KiB"), dh.OnDisk(folder)), at_least=0),
         "functions": dh.Functions(lambda t: t.detach(), lambda t: t),
     }

@@ -17,7 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import disthooks as dh
-from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.pipeline import Pipeline, pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Store
 from tests.support.stores.faulty import left
 from tests.support.switch import KIND
@@ -56,7 +57,7 @@ def pipelines(folder: object) -> dict[str, Pipeline]:
     again = dh.Recompute(), Copies()
     functions = dh.Functions(torch.Tensor.detach, lambda tensor: tensor)
     lines: tuple[tuple[Any, ...], ...] = ((dh.OnCpu(),), (dh.OnDisk(folder),), (Copies(),), again, (functions,))
-    return {name: dh.pipeline(dh.AtLeast(0), *line) for name, line in zip(STORES, lines, strict=True)}
+    return {name: pipeline(*line, at_least=0) for name, line in zip(STORES, lines, strict=True)}
 
 
 def share(
@@ -223,7 +224,7 @@ class Tally:
         print(f"\n{self.dtype}: {title}: {what}", flush=True)  # a full run takes long
         self.wrong[title] = what
 
-    def add(self, name: str, store: str, samples: int, report: Callable[[], dh.SavedReport]) -> None:
+    def add(self, name: str, store: str, samples: int, report: Callable[[], SavedReport]) -> None:
         """Count the samples and bytes of one entry, none of which may be held any more."""
         if report().held:
             gc.collect()

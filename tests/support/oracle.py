@@ -43,6 +43,8 @@ from torch.utils.hooks import RemovableHandle
 
 import disthooks as dh
 from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 from tests.support.stores.copies import Copies
 
 PHASES = ("forward", "backward", "optimizer")
@@ -483,13 +485,13 @@ def saved_by_trace(model: nn.Module, inputs: Any, autocast: MakeContext | None =
     return {name: nbytes for name, nbytes in own.items() if nbytes}
 
 
-def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> dh.SavedReport:
+def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> SavedReport:
     """The report of ``dh.save_activations`` on all of ``model`` for one step, with a store that takes every tensor.
 
     ``stored`` has the bytes that the store got: of each storage, or of the part that is saved if that is less than half
     of it.
     """
-    with unchanged(model), dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), Copies())) as saving:
+    with unchanged(model), dh.save_activations(model, "", pipeline(Copies(), at_least=0)) as saving:
         forward(model, inputs, autocast).backward()
         return saving.report()
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks import AtLeast, OnCpu, Recompute, explain, pipeline
+from disthooks import OnCpu, Recompute, explain
+from disthooks.saved.pipeline import pipeline
 
 
 class Block(nn.Module):
@@ -54,7 +55,7 @@ def plain_document() -> dict[str, Any]:
 
 def full_document() -> dict[str, Any]:
     """What it gives for a step with a plan on a GPU that is known, with every other key that a document may have."""
-    plan = pipeline(AtLeast("1 KiB"), Recompute(), OnCpu())
+    plan = pipeline(Recompute(), OnCpu(), at_least="1 KiB")
     found = explain(small, device="h100", autocast="bf16", optimizer="adamw", plan=plan).to_dict()
     peak = found["plan"]["peak"]["nbytes"]
     found["plan"] |= {"yaml": "saved:\n  - store: {kind: cpu}\n"}

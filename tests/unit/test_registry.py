@@ -13,6 +13,7 @@ import disthooks as dh
 from disthooks import _registry
 from disthooks._registry import NOUNS, base_of, find_kind, kind_names, kind_of_object, own_kinds, register
 from disthooks.errors import ConfigError, UsageError
+from disthooks.saved.pipeline import pipeline
 from tests.support import ROOT
 
 sys.path.append(str(ROOT / "docs"))
@@ -104,7 +105,7 @@ def test_a_class_of_a_script(forgets: None) -> None:
             """Nothing."""
 
     register("sink")(Mine)
-    plan = dh.from_config({"watch": {"stats": "standard", "sinks": [{"kind": "Mine", "where": "here"}]}})
+    plan = dh.config.from_config({"watch": {"stats": "standard", "sinks": [{"kind": "Mine", "where": "here"}]}})
     (make,) = plan.watches["sinks"]
     assert make().where == "here"
     assert kind_of_object(make()) is None, "another process does not know it"
@@ -115,17 +116,17 @@ def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
     assert "Same" in kind_names("codec")
     assert "theirs_good" not in sys.modules, "to list names, nothing is imported"
     document = {"save": [{"modules": "*", "codecs": [{"kind": "Same", "level": 2}], "store": {"kind": "OnCpu"}}]}
-    plan = dh.from_config(document)
+    plan = dh.config.from_config(document)
     (codec,) = plan.saves[0][1].codecs
     assert (type(codec).__module__, codec.level) == ("theirs_good", 2)
-    assert dh.Plan(saves=[("*", dh.pipeline(codec, dh.OnCpu()))]).to_dict() == document
+    assert dh.config.Plan(saves=[("*", pipeline(codec, dh.OnCpu()))]).to_dict() == document
     kind = find_kind("codec", "Same")
     assert kind is not None
     assert kind.package == "theirs_good"
     with pytest.raises(ConfigError, match=r"'Sam' is no codec; did you mean 'Same'\?"):
-        dh.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Sam"}], "store": {"kind": "OnCpu"}}]})
+        dh.config.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Sam"}], "store": {"kind": "OnCpu"}}]})
     with pytest.raises(ConfigError, match=r"levels: Same has no argument 'levels'; did you mean 'level'\?"):
-        dh.from_config(
+        dh.config.from_config(
             {"save": [{"modules": "*", "codecs": [{"kind": "Same", "levels": 2}], "store": {"kind": "OnCpu"}}]}
         )
 
@@ -142,16 +143,16 @@ def test_the_schema_has_the_kinds_of_packages(install: Callable[..., None]) -> N
 def test_a_broken_package_is_an_error_when_it_is_used(install: Callable[..., None]) -> None:
     install("theirs_broken", "raise RuntimeError('not today')\n", "[disthooks.codecs]\nBroken = theirs_broken:Broken\n")
     entry = {"modules": "*", "store": {"kind": "OnCpu"}}
-    assert dh.from_config({"save": [{**entry, "codecs": [{"kind": "Compact"}]}]}).saves
+    assert dh.config.from_config({"save": [{**entry, "codecs": [{"kind": "Compact"}]}]}).saves
     with pytest.raises(ConfigError, match=r"'Broken' is a codec of the .*'theirs_broken', .*not today"):
-        dh.from_config({"save": [{**entry, "codecs": [{"kind": "Broken"}]}]})
+        dh.config.from_config({"save": [{**entry, "codecs": [{"kind": "Broken"}]}]})
 
 
 def test_two_packages_with_one_name(install: Callable[..., None]) -> None:
     install("theirs_one", CODEC, "[disthooks.codecs]\nSame = theirs_one:Same\n")
     install("theirs_two", CODEC, "[disthooks.codecs]\nSame = theirs_two:Same\n")
     with pytest.raises(ConfigError, match="'Same' is a codec of several packages, theirs_one and theirs_two"):
-        dh.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Same"}], "store": {"kind": "OnCpu"}}]})
+        dh.config.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Same"}], "store": {"kind": "OnCpu"}}]})
 
 
 def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
@@ -170,8 +171,8 @@ def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
 def test_entry_points_are_read_only_for_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(_registry, "_entry_points", lambda noun: asked.append(noun) or ())
-    dh.from_config({"save": [{"modules": "*", "store": {"kind": "OnCpu"}}], "watch": {"stats": "standard"}})
+    dh.config.from_config({"save": [{"modules": "*", "store": {"kind": "OnCpu"}}], "watch": {"stats": "standard"}})
     assert not asked
     with pytest.raises(ConfigError, match="'OnCup' is no store"):
-        dh.from_config({"save": [{"modules": "*", "store": {"kind": "OnCup"}}]})
+        dh.config.from_config({"save": [{"modules": "*", "store": {"kind": "OnCup"}}]})
     assert "store" in asked

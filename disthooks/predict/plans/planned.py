@@ -51,7 +51,7 @@ from disthooks.config.agree import check_conflicts
 from disthooks.config.plan import Plan, stores_within
 from disthooks.predict.fake.queries import DEVICE_OF, device_of
 from disthooks.predict.plans.planned_stores import PlacedBytes, PlannedStores, WatchedStore
-from disthooks.saved.attach import Saving, attach_to, chosen
+from disthooks.saved.attach import SavingHandle, attach_to, chosen
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error
 from disthooks.saved.codecs.compact import Compact
@@ -462,7 +462,7 @@ class Planned:
         self.unknown: list[str] = []
         self.warnings: list[str] = []
         self.inside: dict[str, OpenPipeline] = {}
-        self._savings: list[Saving] = []
+        self._savings: list[SavingHandle] = []
         self._stores = PlannedStores(self.placed, is_accelerator, self.say_unknown)
 
     def begin_step(self) -> None:

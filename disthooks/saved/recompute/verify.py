@@ -57,9 +57,9 @@ class Recompute:
         UsageError: if ``steps`` is not a positive int, or ``check`` is neither of the two words.
 
     >>> import torch
-    >>> from disthooks import OnDisk, pipeline, saving
+    >>> from disthooks import OnDisk, saving
     >>> x = torch.ones(256, 256, requires_grad=True)
-    >>> with saving(pipeline(Recompute(), OnDisk("/tmp"))) as saved:
+    >>> with saving(Recompute(), OnDisk("/tmp")) as saved:
     ...     y = torch.nn.functional.silu(x * 2).square().sum()
     >>> y.backward()
     >>> saved.report().stored, saved.report().recomputed_by

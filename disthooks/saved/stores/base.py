@@ -168,7 +168,7 @@ class Store(ABC):
     in any thread and at any moment, so it must not wait. :class:`disthooks.testing.StoreTests` tests a store.
 
     Attributes:
-        min_bytes: tensors with fewer bytes stay where they are, unless a pipeline has another limit (``AtLeast``).
+        min_bytes: tensors with fewer bytes stay where they are, unless ``at_least`` says another limit.
         can_be_tier: whether a ``Tiered`` takes it.
         takes_plans: whether a ``Tiered`` tells it by plan which tensors to bring nearer (``prefetch``); a store that
             reads ahead by itself does not need that.
@@ -496,7 +496,7 @@ class ByteBudget:
                 raise StoreError(
                     f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
                     f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
-                    "tensors only (AtLeast). What a forward saved counts as long as its graph is alive: after an "
+                    "tensors only (at_least). What a forward saved counts as long as its graph is alive: after an "
                     "error in forward or backward delete the outputs, the loss and the exception",
                     wanted=count,
                     free=free,

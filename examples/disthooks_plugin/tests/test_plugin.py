@@ -28,6 +28,6 @@ class TestZipped(StoreTests):
 
 def test_a_configuration_names_them() -> None:
     entry = {"modules": "*", "codecs": [{"kind": "Runs"}], "store": {"kind": "Zipped", "level": 9}}
-    ((_, stages),) = dh.from_config({"save": [entry]}).saves
+    ((_, stages),) = dh.config.from_config({"save": [entry]}).saves
     assert stages.codecs == (Runs(),)
     assert stages.store == Zipped(9)

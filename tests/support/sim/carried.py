@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from tests.support.sim import simulated
 
 
 def every(store: Any) -> Any:
     """All tensors go to ``store``, however small."""
-    return dh.pipeline(dh.AtLeast(0), store)
+    return pipeline(store, at_least=0)
 
 
 def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from tests.support.stores.copies import Copies
 from tests.support.switch import KIND
@@ -65,7 +66,7 @@ def line(kind: str, folder: object, **faults: Any) -> tuple[Any, Callable[[], in
     faulty = Faulty(store, **faults) if faults else store
     if kind == "functions":
         return dh.Functions(faulty.put, faulty.get), lambda: 0
-    return dh.pipeline(dh.AtLeast(0), faulty), lambda: store.budget.held
+    return pipeline(faulty, at_least=0), lambda: store.budget.held
 
 
 def full() -> Any:

@@ -15,6 +15,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import tape
 from tests.support import ROOT
 from tests.support.stores.faulty import soon
@@ -23,7 +24,7 @@ write, read = os.pwrite, os.preadv  # the real ones
 
 
 def pipe(store: Any) -> Any:
-    return dh.pipeline(dh.AtLeast(0), store)
+    return pipeline(store, at_least=0)
 
 
 def chain(x: torch.Tensor, length: int) -> torch.Tensor:

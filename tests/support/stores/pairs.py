@@ -11,9 +11,10 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from disthooks.saved.pipeline import pipeline
 
 LINES: dict[str, Callable[[object], object]] = {
-    "disk": lambda folder: dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
+    "disk": lambda folder: pipeline(dh.OnDisk(folder), at_least=0),
     "cpu": lambda folder: dh.OnCpu(),
     "functions": lambda folder: dh.Functions(lambda t: t.detach().clone(), lambda t: t),
 }

@@ -52,7 +52,7 @@ watch:
 
 
 def test_every_rule(tmp_path: pathlib.Path) -> None:
-    made = [make() for make in dh.from_config(_write(tmp_path, RULES)).watches["rules"]]
+    made = [make() for make in dh.config.from_config(_write(tmp_path, RULES)).watches["rules"]]
     assert made == [
         dh.SkipNonFinite(10),
         dh.only("*", dh.Sanitize(posinf=1e4), at="local"),
@@ -70,7 +70,7 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
     model = Tiny()
     truth = step(model, tokens())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = dh.from_config(_write(tmp_path, WHOLE))
+    plan = dh.config.from_config(_write(tmp_path, WHOLE))
     assert not (tmp_path / "run").exists()  # nothing happens before it is attached
     with plan.save(model) as saving, plan.watch(model, optimizer):
         for i in range(3):
@@ -126,30 +126,30 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
 )
 def test_what_it_cannot_mean(text: str, says: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        dh.from_config(_write(tmp_path, text))
+        dh.config.from_config(_write(tmp_path, text))
 
 
 def test_objects_in_a_dict() -> None:
     with pytest.raises(ConfigError, match=r"store: \{kind: Name, \.\.\.\} is needed.*disthooks\.Plan\(saves="):
-        dh.from_config({"save": [{"modules": "*", "store": dh.OnCpu()}]})
+        dh.config.from_config({"save": [{"modules": "*", "store": dh.OnCpu()}]})
 
 
 def test_a_file_that_is_not_there(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read: No such file"):
-        dh.from_config(tmp_path / "nothing.yaml")
+        dh.config.from_config(tmp_path / "nothing.yaml")
 
 
 def test_a_pattern_that_matches_nothing_leaves_nothing_attached(tmp_path: pathlib.Path) -> None:
     text = "save: [{modules: blocks.0, store: {kind: OnCpu}}, {modules: blocks.7, store: {kind: OnCpu}}]"
     model = Tiny()
     with pytest.raises(MatchError, match=r"blocks\.7"):
-        dh.from_config(_write(tmp_path, text)).save(model)
+        dh.config.from_config(_write(tmp_path, text)).save(model)
     assert type(model.blocks[0]) is type(Tiny().blocks[0])
 
 
 def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
     text = "save: [{modules: blocks.0, store: {kind: 'disthooks.saved.stores.disk:OnDisk', directory: {folder}}}]"
-    assert dh.from_config(_write(tmp_path, text)).saves[0][1].store == dh.OnDisk(str(tmp_path))
+    assert dh.config.from_config(_write(tmp_path, text)).saves[0][1].store == dh.OnDisk(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
 )
 def test_what_a_sink_cannot_be(sink: str, says: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        dh.from_config(_write(tmp_path, f"watch: {{sinks: [{sink}]}}"))
+        dh.config.from_config(_write(tmp_path, f"watch: {{sinks: [{sink}]}}"))

@@ -21,6 +21,7 @@ from disthooks.config import dump, find
 from disthooks.config import schema as schema_command
 from disthooks.config.schema import FILE, text
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
+from disthooks.saved.pipeline import pipeline
 from tests.support import ROOT
 from tests.support.models import Tiny, identical, step, tokens
 
@@ -31,8 +32,8 @@ def _file(folder: pathlib.Path, written: str) -> pathlib.Path:
     return file
 
 
-def _read(folder: pathlib.Path, written: str) -> dh.Plan:
-    return dh.from_config(_file(folder, written))
+def _read(folder: pathlib.Path, written: str) -> dh.config.Plan:
+    return dh.config.from_config(_file(folder, written))
 
 
 # What is written
@@ -222,18 +223,18 @@ def test_fit_needs_a_budget_and_one_device(tmp_path: pathlib.Path) -> None:
         _read(tmp_path, f"fit: true\n{stored}")
     for missing in ({"budget": None}, {"saves": ()}):
         with pytest.raises(ConfigError, match=r"fit=True keeps 'budget' .* one of them is missing"):
-            dh.Plan(**{"saves": [("*", dh.OnCpu())], "budget": "1 MiB", "fit": True} | missing)
+            dh.config.Plan(**{"saves": [("*", dh.OnCpu())], "budget": "1 MiB", "fit": True} | missing)
     plan = _read(tmp_path, f"budget: 1 MiB\nfit: true\n{stored}")
     with pytest.raises(UsageError, match=r"hooks\.yaml:2: fit: .* on cpu, and its saved tensors would stay there"):
         plan.save(Tiny())
     stored = stored.replace("OnCpu", f"OnDisk, directory: '{tmp_path}'")
     plan = _read(tmp_path, f"budget: 1 MiB\nfit: true\n{stored}")
-    assert dh.Plan(plan.saves, budget="1 MiB", fit=True).to_dict()["fit"] is True
+    assert dh.config.Plan(plan.saves, budget="1 MiB", fit=True).to_dict()["fit"] is True
     assert _read(tmp_path, f"budget: free\nfit: true\n{stored}").budget == "free"
     with pytest.raises(ConfigError, match=r"hooks\.yaml:1: budget: free is measured in training, by 'fit'"):
         _read(tmp_path, f"budget: free\n{stored}")
     with pytest.raises(ConfigError, match="a budget of 'free' is measured in training"):
-        dh.Plan(plan.saves, budget="free")
+        dh.config.Plan(plan.saves, budget="free")
     model = Tiny()
     with pytest.raises(UsageError, match=r"hooks\.yaml:2: fit: .* lie on cpu already, more than .* 1\.0 MiB"):
         plan.save(model)
@@ -413,11 +414,11 @@ def test_there_and_back(made: Any) -> None:
     noun = next(noun for noun, kinds in KINDS.items() if dump.entry(made)["kind"] in kinds)
     given: dict[str, Any] = {"watches": {"stats": [dh.stats.Norm()], f"{noun}s": [made]}}
     if noun in ("store", "recompute", "codec"):
-        given = {"saves": [("*", dh.pipeline(made) if noun == "store" else dh.pipeline(made, dh.OnCpu()))]}
-    plan = dh.Plan(**given)
+        given = {"saves": [("*", pipeline(made) if noun == "store" else pipeline(made, dh.OnCpu()))]}
+    plan = dh.config.Plan(**given)
     document = yaml.safe_load(plan.to_yaml())
     assert document == plan.to_dict()
-    again = dh.from_config(document)
+    again = dh.config.from_config(document)
     assert again.to_dict() == document
     if noun in ("store", "recompute", "codec"):
         assert [line for _, line in again.saves] == [line for _, line in plan.saves]
@@ -428,8 +429,8 @@ def test_there_and_back(made: Any) -> None:
 
 
 def test_a_whole_plan_there_and_back(tmp_path: pathlib.Path) -> None:
-    line = dh.pipeline(dh.AtLeast("1 KiB"), dh.Compact(), dh.OnDisk(tmp_path))
-    plan = dh.Plan(
+    line = pipeline(dh.Compact(), dh.OnDisk(tmp_path), at_least="1 KiB")
+    plan = dh.config.Plan(
         saves=[("blocks.0", line), (["blocks.1", "norm"], dh.OnCpu())],
         watches={"every": 5, "rules": [dh.ClipNorm(1.0)], "groups": {"a": ["*.bias"], "b": "*"}},
         budget="1 GiB",
@@ -437,7 +438,7 @@ def test_a_whole_plan_there_and_back(tmp_path: pathlib.Path) -> None:
     )
     file = tmp_path / "hooks.yaml"
     file.write_text(plan.to_yaml())
-    again = dh.from_config(file)
+    again = dh.config.from_config(file)
     assert (again.saves, again.budget, again.exact) == (plan.saves, plan.budget, True)
     assert again.to_yaml() == plan.to_yaml()
     with again.save(Tiny()), plan.save(Tiny()):
@@ -460,45 +461,45 @@ class Lost(Kept):
 
 
 def test_classes_of_ones_own() -> None:
-    plan = dh.Plan(watches={"stats": [dh.stats.Norm()], "sinks": [Kept("here", 2)]})
+    plan = dh.config.Plan(watches={"stats": [dh.stats.Norm()], "sinks": [Kept("here", 2)]})
     entry = {"kind": f"{__name__}:Kept", "where": "here", "often": 2}
     assert plan.to_dict()["watch"]["sinks"] == [entry]
-    (made,) = (make() for make in dh.from_config(plan.to_dict()).watches["sinks"])
+    (made,) = (make() for make in dh.config.from_config(plan.to_dict()).watches["sinks"])
     assert (type(made), made.where, made.often) == (Kept, "here", 2)
 
 
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (dh.Plan(watches={"sinks": [Lost("x")]}), "takes 'place', and does not keep it by that name"),
-        (dh.Plan(watches={"sinks": [print]}), "cannot be written to a file"),
-        (dh.Plan(watches={"rules": [dh.only("*", lambda name, grad: grad)]}), "cannot be written to a file"),
-        (dh.Plan(watches={"sinks": [dh.sinks.Console(str.upper)]}), "no file can hold its 'print'"),
-        (dh.Plan(saves=[(torch.nn.Linear, dh.OnCpu())]), "patterns there are texts"),
-        (dh.Plan(saves=[("*", dh.Functions(abs, abs))]), "cannot be written to a file"),
+        (dh.config.Plan(watches={"sinks": [Lost("x")]}), "takes 'place', and does not keep it by that name"),
+        (dh.config.Plan(watches={"sinks": [print]}), "cannot be written to a file"),
+        (dh.config.Plan(watches={"rules": [dh.only("*", lambda name, grad: grad)]}), "cannot be written to a file"),
+        (dh.config.Plan(watches={"sinks": [dh.sinks.Console(str.upper)]}), "no file can hold its 'print'"),
+        (dh.config.Plan(saves=[(torch.nn.Linear, dh.OnCpu())]), "patterns there are texts"),
+        (dh.config.Plan(saves=[("*", dh.Functions(abs, abs))]), "cannot be written to a file"),
     ],
 )
-def test_what_cannot_be_written(plan: dh.Plan, says: str) -> None:
+def test_what_cannot_be_written(plan: dh.config.Plan, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan.to_yaml()
 
 
 def test_objects_are_exact_too() -> None:
     with pytest.raises(ConfigError, match="loses digits"):
-        dh.Plan(saves=[("*", dh.pipeline(dh.Quantize(8), dh.OnCpu()))], exact=True)
+        dh.config.Plan(saves=[("*", pipeline(dh.Quantize(8), dh.OnCpu()))], exact=True)
 
 
 def test_objects_attach_as_they_are() -> None:
     model = Tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = dh.Plan(saves=[("blocks.*", dh.OnDisk("/tmp"))], watches={"rules": [dh.ClipNorm(1.0)], "every": 1})
+    plan = dh.config.Plan(saves=[("blocks.*", dh.OnDisk("/tmp"))], watches={"rules": [dh.ClipNorm(1.0)], "every": 1})
     with plan.prepare(model, optimizer) as attached:
         step(model, tokens())
         optimizer.step()
     assert attached.report().moved > 0
     assert attached.gradients.latest["grad_norm_clipped"] <= 1.0001
     with pytest.raises(MatchError, match=r"^'nothing' matches"):
-        dh.Plan(saves=[("nothing", dh.OnCpu())]).save(model)
+        dh.config.Plan(saves=[("nothing", dh.OnCpu())]).save(model)
 
 
 # The schema
@@ -545,13 +546,13 @@ def test_reading_alone_needs_pydantic() -> None:
 @pytest.mark.parametrize("keys", [{"blame": True}, {"check_replicas": 5}])
 def test_watchers_may_stand_in_watch(keys: dict[str, Any]) -> None:
     for given in ({"watch": keys}, keys, {"watch": {**keys, "stats": [{"kind": "Norm"}]}}):
-        plan = dh.from_config(given)
+        plan = dh.config.from_config(given)
         assert (plan.blame, plan.check_replicas) == (keys.get("blame", False), keys.get("check_replicas"))
         assert bool(plan.watches) == ("stats" in given.get("watch", {}))
 
 
 def test_no_key_beside_watchers_is_dropped() -> None:
     with pytest.raises(ConfigError, match="watch has neither rules nor stats"):
-        dh.from_config({"watch": {"blame": True, "every": 10}})
+        dh.config.from_config({"watch": {"blame": True, "every": 10}})
     with pytest.raises(ConfigError, match=r"watch\.check_replicas stands beside 'watch', too"):
-        dh.from_config({"check_replicas": 3, "watch": {"check_replicas": 5, "stats": "standard"}})
+        dh.config.from_config({"check_replicas": 3, "watch": {"check_replicas": 5, "stats": "standard"}})

@@ -199,4 +199,4 @@ def test_console_prints_the_list_of_any_statistic() -> None:
 def test_yaml_numbers_with_an_exponent(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "hooks.yaml"
     path.write_text("watch: {rules: [{kind: ClipNorm, max_norm: 1e-3}]}")  # YAML 1.1 reads text, not a number
-    dh.from_config(path)
+    dh.config.from_config(path)

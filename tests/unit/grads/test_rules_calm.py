@@ -375,7 +375,7 @@ def test_names_of_papers_lead_to_ours(name: str, ours: str) -> None:
     with pytest.raises(AttributeError, match=f"did you mean '{ours}'"):
         getattr(dh, name)
     with pytest.raises(ConfigError, match=f"did you mean '{ours}'"):
-        dh.from_config({"watch": {"rules": [{"kind": name}]}})
+        dh.config.from_config({"watch": {"rules": [{"kind": name}]}})
     assert name in (getattr(dh, ours).__doc__ or "")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.saved.pipeline import pipeline
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -25,7 +26,7 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
     numbers = iter(range(10))
     file = tmp_path / "run.jsonl"
     with (
-        dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving,
+        dh.save_activations(model, "", pipeline(dh.OnDisk(tmp_path), at_least=0)) as saving,
         dh.gradients(
             model,
             optimizer,
@@ -75,7 +76,7 @@ def test_a_plan_logs_what_it_saves(tmp_path: pathlib.Path) -> None:
         f"save: [{{modules: '0', at_least: 0, store: {{kind: OnDisk, directory: {tmp_path}}}}}]\n"
         "watch: {every: 1, stats: [{kind: Norm}]}\n"
     )
-    plan = dh.from_config(file)
+    plan = dh.config.from_config(file)
     model, optimizer, x = _model()
     with plan.save(model) as saving, plan.watch(model, optimizer, also=[saving]) as watch:
         model(x).sum().backward()

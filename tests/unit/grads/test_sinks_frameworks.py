@@ -374,7 +374,7 @@ def test_a_configuration_file_names_them(tmp_path: pathlib.Path) -> None:
     )
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.from_config(file).watch(model, optimizer):
+    with dh.config.from_config(file).watch(model, optimizer):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert [step for step, _ in _scalars(tmp_path / "run", "train/grad_norm")] == [0]

@@ -16,6 +16,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import sinks
 from disthooks.errors import UsageError
+from disthooks.grads.attachment import Gradients
 
 
 class Said:
@@ -41,7 +42,7 @@ class Said:
         self._note("close", "close")
 
 
-def _attach(*targets: Any) -> tuple[dh.Gradients, Any]:
+def _attach(*targets: Any) -> tuple[Gradients, Any]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watch = dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=targets, every=1)

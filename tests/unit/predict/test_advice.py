@@ -119,7 +119,7 @@ def test_the_yaml_is_read_and_does_what_was_said(
     for number, each in enumerate(written):
         path = tmp_path / f"{number}.yaml"
         path.write_text(each.yaml)
-        plan = dh.from_config(path)
+        plan = dh.config.from_config(path)
         assert len(plan.saves) == 1
         if each.kind in ("offload", "cast"):
             again = explain_built(builder, replace(said.situation, plan=plan))

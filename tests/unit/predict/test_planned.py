@@ -23,14 +23,17 @@ from disthooks._torch import StorageRef
 from disthooks.config.plan import Plan
 from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
 from disthooks.predict.plans.planned import planned
+from disthooks.saved.attach import SavingHandle
 from disthooks.saved.codecs import Codec
 from disthooks.saved.module_class import site_of
+from disthooks.saved.pipeline import pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Store
 
 #: Every figure of a report that does not depend on time, nor on the bits of tensors.
 FIGURES = [
     field.name
-    for field in dataclasses.fields(dh.SavedReport)
+    for field in dataclasses.fields(SavedReport)
     if "seconds" not in field.name and field.name not in ("errors", "unreturned", "tiers", "sites")
 ]
 
@@ -149,22 +152,23 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "own": lambda: (Own(), torch.randn(64, 64)),
     "gpt2": gpt2,
 }
-GATE = dh.AtLeast("4 KiB")
 PIPELINES: dict[str, Callable[[Any], Any]] = {
     "OnCpu": lambda folder: dh.OnCpu(),
     "OnDevice": lambda folder: dh.OnDevice(),
-    "OnDisk": lambda folder: dh.pipeline(GATE, dh.OnDisk(folder)),
-    "AtLeast": lambda folder: dh.pipeline(dh.AtLeast("100 KiB"), dh.OnDisk(folder)),
-    "Cast": lambda folder: dh.pipeline(GATE, dh.Cast(torch.bfloat16), dh.OnCpu()),
-    "Cast 8": lambda folder: dh.pipeline(GATE, dh.Cast(torch.float8_e4m3fn), dh.OnDisk(folder)),
-    "Quantize": lambda folder: dh.pipeline(GATE, dh.Quantize(8), dh.OnDisk(folder)),
-    "Quantize 4": lambda folder: dh.pipeline(GATE, dh.Quantize(4), dh.OnCpu()),
-    "Recompute": lambda folder: dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(folder)),
-    "Recompute always": lambda folder: dh.pipeline(GATE, dh.Recompute(check="always"), dh.OnDisk(folder)),
-    "Recompute products": lambda folder: dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(folder)),
-    "Recompute Cast": lambda folder: dh.pipeline(GATE, dh.Recompute(), dh.Cast(torch.bfloat16), dh.OnDisk(folder)),
-    "Tiered": lambda folder: dh.pipeline(
-        GATE, dh.Tiered(dh.OnDevice("200 KiB"), dh.OnCpu("200 KiB"), dh.OnDisk(folder))
+    "OnDisk": lambda folder: pipeline(dh.OnDisk(folder), at_least="4 KiB"),
+    "at_least": lambda folder: pipeline(dh.OnDisk(folder), at_least="100 KiB"),
+    "Cast": lambda folder: pipeline(dh.Cast(torch.bfloat16), dh.OnCpu(), at_least="4 KiB"),
+    "Cast 8": lambda folder: pipeline(dh.Cast(torch.float8_e4m3fn), dh.OnDisk(folder), at_least="4 KiB"),
+    "Quantize": lambda folder: pipeline(dh.Quantize(8), dh.OnDisk(folder), at_least="4 KiB"),
+    "Quantize 4": lambda folder: pipeline(dh.Quantize(4), dh.OnCpu(), at_least="4 KiB"),
+    "Recompute": lambda folder: pipeline(dh.Recompute(), dh.OnDisk(folder), at_least="4 KiB"),
+    "Recompute always": lambda folder: pipeline(dh.Recompute(check="always"), dh.OnDisk(folder), at_least="4 KiB"),
+    "Recompute products": lambda folder: pipeline(dh.Recompute(products=1), dh.OnDisk(folder), at_least="4 KiB"),
+    "Recompute Cast": lambda folder: pipeline(
+        dh.Recompute(), dh.Cast(torch.bfloat16), dh.OnDisk(folder), at_least="4 KiB"
+    ),
+    "Tiered": lambda folder: pipeline(
+        dh.Tiered(dh.OnDevice("200 KiB"), dh.OnCpu("200 KiB"), dh.OnDisk(folder)), at_least="4 KiB"
     ),
     "Functions": lambda folder: dh.Functions(lambda tensor: tensor.clone(), lambda tensor: tensor),
 }
@@ -189,7 +193,7 @@ def kernels(model: str) -> Iterator[None]:
         yield
 
 
-def real(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*") -> dh.SavedReport:
+def real(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*") -> SavedReport:
     torch.manual_seed(0)
     built, x = MODELS[model]()
     with warnings.catch_warnings(), kernels(model), dh.save_activations(built, patterns, pipeline) as saving:
@@ -206,7 +210,7 @@ def fake(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*",
     return found
 
 
-def figures(report: dh.SavedReport) -> dict[str, Any]:
+def figures(report: SavedReport) -> dict[str, Any]:
     sites = {name: dataclasses.astuple(site)[:9] for name, site in report.sites.items()}
     return {name: getattr(report, name) for name in FIGURES} | {"sites": sites}
 
@@ -236,8 +240,8 @@ def test_a_prediction_is_the_report_of_the_run(
 
 def test_several_entries_and_patterns(tmp_path: pathlib.Path) -> None:
     entries = [
-        ("blocks.0", dh.pipeline(dh.Recompute(), dh.OnDisk(tmp_path))),
-        (["*.mlp", "*.up", "head"], dh.pipeline(GATE, dh.Quantize(8), dh.OnCpu())),
+        ("blocks.0", pipeline(dh.Recompute(), dh.OnDisk(tmp_path))),
+        (["*.mlp", "*.up", "head"], pipeline(dh.Quantize(8), dh.OnCpu(), at_least="4 KiB")),
     ]
     entries[1] = (["blocks.1.*", "head"], entries[1][1])
     with FakeTensorMode():
@@ -253,19 +257,19 @@ def test_several_entries_and_patterns(tmp_path: pathlib.Path) -> None:
 
 
 def test_hooks_that_the_model_has_already_are_planned_too(tmp_path: pathlib.Path) -> None:
-    to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
+    to = pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least="4 KiB")
 
     def run(how: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         model, x = MODELS["decoder"]()
         model.blocks[0] = dh.SaveWith(model.blocks[0], to)
-        attached = dh.save_activations(model, "blocks.1", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+        attached = dh.save_activations(model, "blocks.1", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB"))
         with how(model) as found:
             step(model, x)
-            if not isinstance(found, dh.Saving):
+            if not isinstance(found, SavingHandle):
                 return *(figures(found.inside[f"blocks.{i}"].report()) for i in (0, 1)), figures(found.reports()[0])
         return figures(model.blocks[0].report()), figures(attached.report()), figures(found.report())
 
-    entry = ("head", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+    entry = ("head", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB"))
     at_run = run(lambda model: dh.save_activations(model, *entry))
     with FakeTensorMode():
         predicted = run(lambda model: planned(model, [entry]))
@@ -283,7 +287,8 @@ def test_hooks_that_the_model_has_already_are_planned_too(tmp_path: pathlib.Path
 
 def test_a_plan_with_a_budget_puts_tensors_where_the_run_does(tmp_path: pathlib.Path) -> None:
     plan = Plan(
-        saves=[("blocks.*", dh.pipeline(GATE, dh.Tiered(dh.OnCpu("300 KiB"), dh.OnDisk(tmp_path))))], budget="1 MiB"
+        saves=[("blocks.*", pipeline(dh.Tiered(dh.OnCpu("300 KiB"), dh.OnDisk(tmp_path)), at_least="4 KiB"))],
+        budget="1 MiB",
     )
 
     def held(model: nn.Module, x: torch.Tensor, held_now: Callable[[], list[int]]) -> list[list[int]]:
@@ -327,7 +332,7 @@ def test_a_store_that_is_full_raises_the_error_of_the_run(tmp_path: pathlib.Path
     said = []
     for run in (real, fake):
         with pytest.raises(StoreError) as raised:
-            run("decoder", dh.pipeline(GATE, dh.OnDisk(tmp_path, "500 KiB")))
+            run("decoder", pipeline(dh.OnDisk(tmp_path, "500 KiB"), at_least="4 KiB"))
         said.append((str(raised.value), raised.value.wanted, raised.value.free))
     assert said[0] == said[1]
 
@@ -348,7 +353,7 @@ class Misleading(nn.Module):
 
 
 def test_a_program_that_a_run_refuses_is_predicted_as_recomputed(tmp_path: pathlib.Path) -> None:
-    to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
+    to = pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least="4 KiB")
     model, x = Misleading(), torch.randn(512, 64)
     with dh.save_activations(model, "*", to) as saving:
         step(model, x, 1)
@@ -368,16 +373,16 @@ def test_a_program_that_a_run_refuses_is_predicted_as_recomputed(tmp_path: pathl
 def test_a_codec_whose_size_depends_on_the_data_counts_as_if_it_saved_nothing(
     codec: Codec, tmp_path: pathlib.Path
 ) -> None:
-    to = dh.pipeline(GATE, codec, dh.OnDisk(tmp_path))
+    to = pipeline(codec, dh.OnDisk(tmp_path), at_least="4 KiB")
     at_run, found = real("residual", to), fake("residual", to)
-    plain = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path))).report()
+    plain = fake("residual", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB")).report()
     assert at_run.stored < found.report().stored == plain.stored
     assert found.unknown == [f"{codec!r}: its size depends on the data; counted as if it saved nothing"]
 
 
 def test_a_measured_ratio_is_used(tmp_path: pathlib.Path) -> None:
-    to = dh.pipeline(GATE, dh.Compress("zstd"), dh.OnDisk(tmp_path))
-    at_run, plain = real("residual", to), real("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+    to = pipeline(dh.Compress("zstd"), dh.OnDisk(tmp_path), at_least="4 KiB")
+    at_run, plain = real("residual", to), real("residual", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB"))
     ratio = at_run.stored / plain.stored
     found = fake("residual", to, ratios={repr(dh.Compress("zstd")): ratio})
     assert 0 <= at_run.stored - found.report().stored <= found.report().tensors  # each is rounded down
@@ -385,7 +390,7 @@ def test_a_measured_ratio_is_used(tmp_path: pathlib.Path) -> None:
 
 
 def test_packed_bools_have_the_size_of_the_run(tmp_path: pathlib.Path) -> None:
-    to = dh.pipeline(dh.AtLeast(0), dh.Compact(floats=False), dh.OnDisk(tmp_path))
+    to = pipeline(dh.Compact(floats=False), dh.OnDisk(tmp_path), at_least=0)
     found = fake("decoder", to)
     assert figures(found.report()) == figures(real("decoder", to))
     assert found.unknown == []
@@ -421,13 +426,13 @@ class Elsewhere(Store):
 
 def test_what_is_of_somebody_else_is_counted_and_named() -> None:
     store = Elsewhere()
-    found = fake("decoder", dh.pipeline(GATE, store))
+    found = fake("decoder", pipeline(store, at_least="4 KiB"))
     assert store.puts == 0
     assert found.placed.peak["elsewhere"] > 0
     assert "somebody else" in found.unknown[0]
-    assert figures(found.report()) == figures(real("decoder", dh.pipeline(GATE, store)))
+    assert figures(found.report()) == figures(real("decoder", pipeline(store, at_least="4 KiB")))
 
-    found = fake("decoder", dh.pipeline(GATE, Largest(), Elsewhere()))
+    found = fake("decoder", pipeline(Largest(), Elsewhere(), at_least="4 KiB"))
     assert any("Largest() needs the data" in text.replace(": it", "") for text in found.unknown)
 
     found = fake("decoder", dh.Functions(lambda tensor: tensor.numpy(), torch.from_numpy))
@@ -485,7 +490,7 @@ def test_memory_is_freed_when_a_store_takes_it_and_comes_back_when_it_is_read(tm
 
 
 def test_any_backward_is_predicted(tmp_path: pathlib.Path) -> None:
-    to = dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(tmp_path, in_flight=0))
+    to = pipeline(dh.Recompute(products=1), dh.OnDisk(tmp_path, in_flight=0), at_least="4 KiB")
 
     def run(model: nn.Module, x: torch.Tensor) -> None:
         x.requires_grad_()
@@ -517,7 +522,7 @@ def test_any_backward_is_predicted(tmp_path: pathlib.Path) -> None:
 def test_a_change_in_place_is_caught(tmp_path: pathlib.Path) -> None:
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
-        with planned(model, [("*", dh.pipeline(GATE, dh.OnDisk(tmp_path)))]):
+        with planned(model, [("*", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB"))]):
             out = model(torch.randn(64, 64))
             out.mul_(2)
             with pytest.raises(MutationError, match="version 1; expected version 0"):
@@ -526,7 +531,7 @@ def test_a_change_in_place_is_caught(tmp_path: pathlib.Path) -> None:
 
 def test_moments_come_from_the_clock(tmp_path: pathlib.Path) -> None:
     moments = iter(range(1000))
-    found = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path)), clock=lambda: next(moments))
+    found = fake("residual", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB"), clock=lambda: next(moments))
     at = [change.moment for change in found.placed.history]
     assert at == sorted(set(at))
     assert len(at) > 4
@@ -587,16 +592,16 @@ def test_errors_are_those_of_disthooks() -> None:
             pass
 
 
-@pytest.mark.parametrize("pipeline", ["OnDevice", "OnDisk", "Tiered", "OnCpu kept"])
+@pytest.mark.parametrize("way", ["OnDevice", "OnDisk", "Tiered", "OnCpu kept"])
 def test_the_figures_of_stores_are_those_of_one_step_under_the_names_of_the_run(
-    pipeline: str, tmp_path: pathlib.Path
+    way: str, tmp_path: pathlib.Path
 ) -> None:
-    to = dh.pipeline(GATE, dh.OnCpu(keep="20 KiB")) if pipeline == "OnCpu kept" else PIPELINES[pipeline](tmp_path)
+    to = pipeline(dh.OnCpu(keep="20 KiB"), at_least="4 KiB") if way == "OnCpu kept" else PIPELINES[way](tmp_path)
     said = dh.explain(lambda: MODELS["decoder"](), plan=[("*", to)], device="cpu")
     names = [tier.name for tier in real("decoder", to).tiers]
     (report,) = said.reports
     assert [tier.name for tier in report.tiers] == names
-    if pipeline == "OnDisk":
+    if way == "OnDisk":
         assert report.tiers[0].written <= report.stored
         assert report.tiers[0].read <= report.loaded
 
@@ -606,6 +611,6 @@ def test_recompute_beside_a_dispatch_mode_takes_a_number_that_is_saved() -> None
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.randn(64, 64, requires_grad=True)
-    with FlopCounterMode(display=False), dh.saving(dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDevice())):
+    with FlopCounterMode(display=False), dh.saving(pipeline(dh.Recompute(), dh.OnDevice(), at_least=0)):
         (x.sin().sigmoid() * 2).exp().sum().backward()
     assert x.grad is not None

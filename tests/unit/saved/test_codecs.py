@@ -18,6 +18,7 @@ import disthooks as dh
 from disthooks.errors import ConfigError, StoreError, UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error
+from disthooks.saved.pipeline import pipeline
 from tests.support.threads import together
 
 HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))
@@ -496,7 +497,7 @@ def test_errors_are_measured_only_when_they_are_due(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(dh.Quantize, "decode", counted)
     model, in_forward = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(10)]), []
-    with dh.save_activations(model, "", dh.pipeline(dh.Quantize(8), dh.OnDevice())) as saving:
+    with dh.save_activations(model, "", pipeline(dh.Quantize(8), dh.OnDevice())) as saving:
         for _ in range(10):
             before = len(decoded)
             loss = model(torch.randn(64, 64, requires_grad=True)).sum()
@@ -517,16 +518,16 @@ def test_codecs_from_a_file(tmp_path: object) -> None:
         ("{kind: Compact}", dh.Compact()),
     ):
         file.write_text(entry.format(text))
-        assert dh.from_config(file).saves[0][1].codecs == (codec,)
+        assert dh.config.from_config(file).saves[0][1].codecs == (codec,)
     if HAVE_LIBRARIES:
         file.write_text(entry.format("{kind: Compress, library: lz4, level: 3}"))
-        assert dh.from_config(file).saves[0][1].codecs == (dh.Compress("lz4", 3),)
+        assert dh.config.from_config(file).saves[0][1].codecs == (dh.Compress("lz4", 3),)
     file.write_text(entry.format("{kind: Quantise}"))
     with pytest.raises(ConfigError, match="did you mean 'Quantize'"):
-        dh.from_config(file)
+        dh.config.from_config(file)
     file.write_text(entry.format("{kind: Quantize, bits: 3}"))
     with pytest.raises(ConfigError, match="bits must be 8 or 4, got 3"):
-        dh.from_config(file)
+        dh.config.from_config(file)
 
 
 def test_the_noise_is_even_and_independent() -> None:

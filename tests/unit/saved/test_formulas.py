@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.recompute.formulas import FORMULAS, Call, Finder, Formula
 from disthooks.saved.recompute.graph import NodeReader
+from disthooks.saved.report import SavedReport
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 # One line for each: its name in reports, and a function of a matrix that nobody else saves the output of.
@@ -55,7 +57,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def _is_named(name: str, report: dh.SavedReport) -> bool:
+def _is_named(name: str, report: SavedReport) -> bool:
     return any(name.partition(",")[0] in how for how in report.recomputed_by)
 
 
@@ -65,7 +67,7 @@ def _used(
     module: nn.Module | None,
     folder: pathlib.Path,
     recompute: dh.Recompute = dh.Recompute(),  # noqa: B008
-) -> dh.SavedReport:
+) -> SavedReport:
     """Its gradient is the one without hooks; what became of the tensors."""
 
     class Whole(nn.Module):
@@ -81,7 +83,7 @@ def _used(
     whole = Whole()
     torch.manual_seed(1)
     (truth,) = torch.autograd.grad(whole(x), x)
-    line = dh.pipeline(dh.AtLeast(0), recompute, dh.OnDisk(folder))
+    line = pipeline(recompute, dh.OnDisk(folder), at_least=0)
     with dh.save_activations(whole, "", line) as saving:
         for _ in range(3):
             torch.manual_seed(1)

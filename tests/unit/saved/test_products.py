@@ -13,8 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import MutationError, StoreError, UsageError
-
-ALL = dh.AtLeast(0)
+from disthooks.saved.pipeline import pipeline
 
 
 class Mlp(nn.Module):
@@ -32,7 +31,7 @@ class Mlp(nn.Module):
 
 
 def _line(folder: pathlib.Path, products: int = 1, **kwargs: object) -> object:
-    return dh.pipeline(ALL, dh.Recompute(products=products, **kwargs), dh.OnDisk(folder))  # type: ignore[arg-type]
+    return pipeline(dh.Recompute(products=products, **kwargs), dh.OnDisk(folder), at_least=0)  # type: ignore[arg-type]
 
 
 def _grads(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -59,7 +58,7 @@ def test_gradients_have_the_bits_of_those_without_hooks(
     x.requires_grad_()
     dtype = torch.bfloat16 if kind == "autocast" else None
     truth = _grads(model, x, dtype)
-    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saving:
+    with dh.save_activations(model, "", pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0)) as saving:
         assert _same(_grads(model, x, dtype), truth)
         without = saving.report()
     assert without.rerun_flops == 0

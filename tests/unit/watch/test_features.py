@@ -244,7 +244,7 @@ def test_ddp_has_the_names_of_the_model_inside() -> None:
 
 
 def test_a_wrapper_and_what_it_wraps_are_one_name() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), dh.SaveToCpu(nn.Linear(8, 2)))
+    model = nn.Sequential(nn.Linear(3, 8), dh.SaveWith(nn.Linear(8, 2), dh.OnCpu()))
     with dh.features(model, "1") as seen:
         y = model(torch.randn(5, 3))
     assert seen.count("1") == 1

@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.pipeline import pipeline
 from disthooks.saved.report import SavedReport, SiteReport
-
-ALL = dh.AtLeast(0)
 
 
 def test_sites_add_up_to_the_totals(tmp_path: pathlib.Path) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
     store = dh.OnDisk(tmp_path)
-    with dh.save_activations(model, "?", dh.pipeline(ALL, store)) as saving:
+    with dh.save_activations(model, "?", pipeline(store, at_least=0)) as saving:
         for _ in range(2):
             y = model(torch.randn(128, 64))
             store.wait()
@@ -38,7 +37,7 @@ def test_sites_add_up_to_the_totals(tmp_path: pathlib.Path) -> None:
 
 def test_what_codecs_do_is_told_apart() -> None:
     x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(ALL, dh.Cast(torch.bfloat16), dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu())) as saved:
+    with dh.saving(dh.Cast(torch.bfloat16), dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu()), at_least=0) as saved:
         y = x.exp()
     y.sum().backward()
     (site,) = saved.report().sites.values()
@@ -66,7 +65,7 @@ def test_what_is_dropped_is_of_its_module_and_nothing_is_counted_twice(tmp_path:
     model, x = nn.Sequential(Block(), Block()), torch.randn(256, 64)
 
     def sites(*stages: object) -> dict[str, SiteReport]:
-        with dh.save_activations(model, "?", dh.pipeline(ALL, *stages, dh.OnDisk(tmp_path))) as saving:
+        with dh.save_activations(model, "?", pipeline(*stages, dh.OnDisk(tmp_path), at_least=0)) as saving:
             for _ in range(2):
                 model(x).sum().backward()
         report = saving.report()

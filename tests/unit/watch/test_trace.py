@@ -21,6 +21,7 @@ import disthooks as dh
 from disthooks import _handles
 from disthooks._torch import StorageRef, top_hooks
 from disthooks.errors import MatchError, MutationError, UsageError
+from disthooks.saved.pipeline import pipeline
 from disthooks.watch.trace import KINDS, Trace
 
 
@@ -381,7 +382,7 @@ def test_tensors_that_disthooks_stores_are_seen_once(wrap: str, tmp_path: pathli
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 2))
     expected = step(nn.Sequential(copy.deepcopy(inner)))
-    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     model = nn.Sequential(dh.SaveWith(inner, line) if wrap == "wrapper" else inner)
     if wrap == "in place":
         dh.save_activations(model, "0", line)
