@@ -236,13 +236,7 @@ class ElementSums:
 
     @torch.no_grad()
     def __call__(self, tensor: torch.Tensor, first: int = 0, places: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum, an int64 tensor without dimensions on the tensor's device.
-
-        Args:
-            tensor: strided, of any dtype.
-            first: the place of its first element in the whole, if its elements follow one another there.
-            places: the place of each element in the whole, int64, in the shape of ``tensor``; in place of ``first``.
-        """
+        """The sum, an int64 tensor without dimensions on the tensor's device."""
         content = tensor.detach().resolve_conj().resolve_neg().contiguous()
         content = torch.view_as_real(content) if content.is_complex() else content
         parts = 2 if tensor.is_complex() else 1  # elements of an element

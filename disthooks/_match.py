@@ -125,11 +125,6 @@ def is_match(pattern: Pattern, name: str, value: object) -> bool:
 def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str) -> list[tuple[str, T]]:
     """The items whose name or value any of the patterns matches, in their own order.
 
-    Args:
-        items: pairs of a name and a value.
-        patterns: each is a glob over the whole name (``*`` matches dots too), a type, or a predicate of name and value.
-        what: "module" or "parameter", for the error text.
-
     Raises:
         MatchError: if one of the patterns matches nothing; the message has the nearest names.
 

@@ -63,12 +63,7 @@ def work_for(device: torch.device) -> None:
 
 
 def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
-    """An event that happens when all work that is now queued on ``stream`` is done.
-
-    Args:
-        stream: the stream.
-        timed: whether the time between this event and another one can be measured.
-    """
+    """An event that happens when all work that is now queued on ``stream`` is done."""
     event = torch.Event(stream.device, enable_timing=timed)
     event.record(stream)
     return event
@@ -90,12 +85,7 @@ def used_on(tensor: torch.Tensor, stream: torch.Stream) -> None:
 
 
 def handed_over(tensor: torch.Tensor, made_on: torch.Stream) -> torch.Tensor:
-    """``tensor``, ready for use on the current stream: work queued there from now on waits until it is filled.
-
-    Args:
-        tensor: a tensor on an accelerator.
-        made_on: the stream on which the work that fills ``tensor`` is queued.
-    """
+    """``tensor``, ready for use on the current stream: work queued there from now on waits until it is filled."""
     stream = current_stream(tensor.device)
     if stream != made_on:
         stream.wait_event(event_on(made_on))
@@ -105,10 +95,6 @@ def handed_over(tensor: torch.Tensor, made_on: torch.Stream) -> torch.Tensor:
 
 def refuse_capture(who: str, instead: str) -> None:
     """Raise an error if a CUDA graph is being captured now.
-
-    Args:
-        who: the part of disthooks that would not run in a replay of the graph, for the error text.
-        instead: what the user can do, for the error text.
 
     Raises:
         AttachError: if a graph is being captured. A replay runs no Python. It would copy to and from memory that other

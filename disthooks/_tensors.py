@@ -145,10 +145,6 @@ class Layout(NamedTuple):
     def over(self, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
         """The tensor with this layout over ``storage``.
 
-        Args:
-            storage: the original storage, or a copy of it that may lack its first elements.
-            shift: the number of elements of the original storage that come before ``storage``.
-
         Raises:
             StoreError: if ``storage`` is too short.
 

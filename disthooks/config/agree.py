@@ -47,9 +47,6 @@ def reason_alone(asks_accelerate: bool = False) -> str | None:
     """A text for the user if this process trains alone although a launcher started several; None otherwise.
 
     See [Note: processes that train alone].
-
-    Args:
-        asks_accelerate: whether the number of processes that accelerate knows counts too.
     """
     launched, known = launched_world_size(), world_size()
     reason = f"torch.distributed {'has a group of one' if has_process_group() else 'was not initialised'}"
@@ -99,12 +96,7 @@ class Team:
 
     @classmethod
     def of(cls, model: nn.Module, engine: Engine | None = None) -> Team:
-        """The ranks of the engine that has ``model``; only this rank if it has none, or one that is refused.
-
-        Args:
-            model: the object that the engine returned.
-            engine: its engine, if it is known already.
-        """
+        """The ranks of the engine that has ``model``; only this rank if it has none, or one that is refused."""
         try:
             engine = engine or detect_engine(model)
         except AttachError:
@@ -117,11 +109,6 @@ class Team:
         """Compare with the other ranks, in one collective; see [Note: one vote of all ranks].
 
         Every rank must call it, also a rank that failed.
-
-        Args:
-            failure: the error of this rank; None if there was none.
-            described: the description of this rank's plan.
-            name: the name of the configuration, for errors.
 
         Raises:
             AttachError: when another rank failed, or has another plan.
@@ -156,12 +143,6 @@ def check_conflicts(
     model: nn.Module, patterns: Sequence[Sequence[Any]], source: Source, partly: bool = False
 ) -> dict[int, MatchError]:
     """Check that no two entries of ``save`` take the same module; see [Note: a module belongs to one entry].
-
-    Args:
-        model: the model in which the patterns are looked for.
-        patterns: the patterns of each entry.
-        source: the configuration, for the lines in errors.
-        partly: whether an entry whose pattern matches nothing is returned instead of raised.
 
     Returns:
         For each entry with a pattern that matches nothing: its number, and the error with its line. It is empty

@@ -87,9 +87,6 @@ class BuildSpec:
     def __call__(self, model: object = None) -> Any:
         """Make the object.
 
-        Args:
-            model: the engine, for the sinks that need it.
-
         Raises:
             ConfigError: when the class is not of the right base, or raises an error; the message has the line.
         """
@@ -116,12 +113,7 @@ class BuildSpec:
 
 
 class Builder:
-    """Makes the specs of the entries of one configuration.
-
-    Args:
-        source: the configuration.
-        expand: replaces variables and placeholders in paths.
-    """
+    """Makes the specs of the entries of one configuration."""
 
     def __init__(self, source: Source, expand: Expansion) -> None:
         self._source, self._expand = source, expand

@@ -464,14 +464,6 @@ def attach(
 ) -> Prepared:
     """Attach the plan that ``read()`` returns; see [Note: all of a plan or nothing].
 
-    Args:
-        read: returns the plan; an error that it raises on one rank is an error on all of them.
-        model: the object that the engine returned.
-        optimizer: the optimizer whose ``step`` is called.
-        sinks: further sinks.
-        partly: True if this is one of several models.
-        engine: the engine of ``model``, if it is known already.
-
     Raises:
         Exception: the error of this rank, whichever it is.
         AttachError: when another rank failed, or the ranks have different plans.

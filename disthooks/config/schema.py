@@ -53,12 +53,7 @@ _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
 
 class WrongArgumentError(Exception):
-    """An argument of an entry is unknown, missing, or has a value of the wrong type.
-
-    Args:
-        path: the path of the argument, below the entry.
-        text: the text that says what is wrong, for :meth:`Source.say`.
-    """
+    """An argument of an entry is unknown, missing, or has a value of the wrong type."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(text)
@@ -127,11 +122,6 @@ def _instance(hint: Any) -> Any:
 
 def check_arguments(kind: Kind, given: Mapping[str, Any], names_alone: bool = False) -> None:
     """Check the arguments of an entry. The first mistake is raised: unknown names first, then missing ones, then types.
-
-    Args:
-        kind: the kind of the entry.
-        given: its arguments.
-        names_alone: whether only the names are checked; arguments may be missing then.
 
     Raises:
         WrongArgumentError: when an argument is unknown or missing, or has a value of the wrong type.
@@ -232,11 +222,7 @@ class _Quietly(GenerateJsonSchema):
 
 
 def schema(others: bool = False) -> dict[str, Any]:
-    """The JSON schema as a dict; see [Note: a schema for editors].
-
-    Args:
-        others: whether it has the kinds of installed packages too.
-    """
+    """The JSON schema as a dict; see [Note: a schema for editors]."""
     found: dict[str, Any] = Hooks.model_json_schema()
     _name_kinds(found)
     found["$schema"] = "http://json-schema.org/draft-07/schema#"

@@ -106,10 +106,6 @@ class Source:
 def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "the configuration") -> Source:
     """Read a YAML file, or take a dict, which has no lines.
 
-    Args:
-        given: the path of a file, or a dict.
-        name: the name of a dict in errors.
-
     Raises:
         ConfigError: when the file cannot be read, is not YAML, or has values that are not plain.
     """
@@ -327,10 +323,6 @@ class Expansion:
     """Replaces variables and placeholders in paths.
 
     A variable or a placeholder that has no value is an error: a path with a part missing would name another directory.
-
-    Args:
-        source: the configuration, for errors.
-        run: the run directory as it is written in the file; None if there is none.
     """
 
     def __init__(self, source: Source, run: str | None = None) -> None:
@@ -342,10 +334,6 @@ class Expansion:
         """``text`` with every ``$VAR``, ``${VAR}``, ``{rank}``, ``{local_rank}``, ``{run}`` and ``~/`` replaced.
 
         ``$$``, ``{{`` and ``}}`` stand for one letter.
-
-        Args:
-            text: the path as it is written.
-            path: where it stands in the configuration, for errors.
 
         Raises:
             ConfigError: when a variable is not set or is empty, or a placeholder is unknown.

@@ -367,11 +367,6 @@ class Engine:
 
         The hook is called once in every backward that reaches the parameter; see [Note: hooks on leaves]. A frozen
         parameter gets its hook too, which is called once the parameter needs gradients.
-
-        Args:
-            wanted: indices into ``shards``.
-            hook: its result, unless None, replaces the gradient.
-            must_fire: whether a gradient that no hook has seen is an error, raised from backward.
         """
         handles = []
         for i in wanted:
@@ -412,11 +407,6 @@ class Engine:
 
         ``run`` may return a bool tensor without dimensions on the device: if it is true, the optimizer leaves its
         parameters and its state as they are in this step (:mod:`disthooks.engines.skip`).
-
-        Args:
-            optimizer: the optimizer that steps.
-            run: in a step with a closure it is called when the closure is done.
-            on_repeat: how a step is treated that calls its closure again.
         """
         hooks = _steps_of(optimizer)
         return HandleGroup(hooks.add(hooks.before, StepCallback(run, on_repeat)), *self.watch_reduction())

@@ -511,15 +511,7 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 def cut_partition(
     group: int, parameters: list[nn.Parameter], offsets: list[int], start: int, size: int
 ) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
-    """For each parameter of a group, its part in the range of ``size`` elements from ``start``; it may be empty.
-
-    Args:
-        group: the group's number.
-        parameters: the group's parameters.
-        offsets: where in the group each of them begins.
-        start: where in the group the range begins.
-        size: how many elements it has.
-    """
+    """For each parameter of a group, its part in the range of ``size`` elements from ``start``; it may be empty."""
     # DeepSpeed's list of gradients also has an entry for each gap between parameters, and `index` counts it. `filled`
     # is where the last part ended.
     index, filled = 0, start

@@ -292,12 +292,7 @@ class _GatheredHooks:
 
 
 def _gathered_by(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[tuple[dict[str, Any], str, int]]]:
-    """For each FSDP module, where the parameters that it gathers are registered; see [Note: gradients of FSDP2].
-
-    Args:
-        model: the model.
-        index: the index in ``shards`` of each parameter that gets a hook, by the parameter's id.
-    """
+    """For each FSDP module, where the parameters that it gathers are registered; see [Note: gradients of FSDP2]."""
     units: dict[nn.Module, list[tuple[dict[str, Any], str, int]]] = {}
     left: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
     while left:

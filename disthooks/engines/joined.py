@@ -77,14 +77,6 @@ class OwnParameter:
 class Joined(Engine):
     """The engines of several models, and the parameters of all ranks; see [Note: parameters of other ranks].
 
-    Args:
-        engines: the engine of each model of this rank.
-        ranks: the global ranks that take part, in order.
-        parameters: the parameters of the optimizers of this rank.
-        experts: which parameters each rank has of its own.
-        gather: gives plain values to all ranks of ``ranks``, and returns the distinct ones in the order of the ranks.
-        scaler: the ``GradScaler``, if the user gave one.
-
     Raises:
         AttachError: on every rank, when one of them has an engine or an optimizer that cannot take part.
 
@@ -310,10 +302,6 @@ def _stacked(described: Described) -> torch.Size:
 
 def ranks_of_group(what: str, group: Any) -> tuple[int, ...]:
     """The global ranks of a process group, in its order.
-
-    Args:
-        what: the name of the argument, for errors.
-        group: a process group, a ``DeviceMesh`` of one dimension, or "world" for all ranks.
 
     Raises:
         UsageError: when it is something else, or this rank is not in it.

@@ -41,9 +41,6 @@ class JointSteps:
 
     An object of this class stands wherever one optimizer does: it has the parameter groups of all of them.
 
-    Args:
-        optimizers: torch optimizers, which have no parameter in common.
-
     Raises:
         UsageError: when there is none, or two have the same parameter.
 

@@ -182,9 +182,6 @@ class StepHooks:
 
         If an earlier step was begun and never made, because a ``GradScaler`` kept it back, a new step begins.
         See [Note: a step that was begun].
-
-        Args:
-            scaler: the ``GradScaler`` that has unscaled the optimizer's gradients.
         """
         optimizer = self._optimizer()
         if optimizer is None or self._calls > 1:  # in a repeated closure, functions run when the closure is done

@@ -44,10 +44,6 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
 
     For one of torch's fused optimizers this is False: the optimizer gets the decision as a tensor, its step is made
     and changes nothing, and nothing waits for the device. For any other optimizer the host reads the decision.
-
-    Args:
-        decision: a bool tensor without dimensions.
-        optimizer: the optimizer that steps; this is called from its pre-hook.
     """
     told: Any = optimizer
     is_fused = (
@@ -126,12 +122,7 @@ def remove_excluded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def end_step(optimizer: Any, restore: bool = True) -> None:
-    """Undo the changes that were made to ``optimizer`` for one step.
-
-    Args:
-        optimizer: the optimizer that stepped.
-        restore: whether gradients that were taken away come back. They do not if an earlier step was never made.
-    """
+    """Undo the changes that were made to ``optimizer`` for one step."""
     changes = _changes.pop(optimizer, None)
     if changes is None:
         return

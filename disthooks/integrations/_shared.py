@@ -33,11 +33,6 @@ from disthooks.saved.fit import Fitted
 def framework(module: str, wanted_by: str, install: str) -> Any:
     """Import a module of a framework.
 
-    Args:
-        module: the name of the module.
-        wanted_by: ``__name__`` of the file that needs it.
-        install: the arguments of ``pip install`` that install the framework.
-
     Raises:
         ImportError: when the framework is not installed; the message says what installs it.
     """

@@ -103,10 +103,6 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
       other files are as they would be without disthooks, and a checkpoint can be loaded with and without it.
     - ``accelerator.end_training`` waits for the last record.
 
-    Args:
-        accelerator: the ``Accelerator``.
-        gradients: the attachment to the model and the optimizer that the accelerator prepared.
-
     Returns:
         A handle whose ``remove()`` leaves ``gradients`` attached.
 
@@ -142,10 +138,6 @@ class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accel
     ``Accelerator(log_with="disthooks", project_dir=...)`` after importing this file, then ``init_trackers(name)``: the
     lines are in ``name/log.jsonl`` under the logging directory, the configuration in ``name/config.json``. Numbers of
     disthooks come with yours after :func:`prepare`, or with ``sinks=[sinks.AccelerateTracker(accelerator)]``.
-
-    Args:
-        run_name: the name that ``init_trackers`` was given.
-        logging_dir: the logging directory of the accelerator.
     """
 
     name = "disthooks"

@@ -218,9 +218,6 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
     on the Trainer's loggers, ``callback_metrics`` and checkpoints have the same content as with
     :class:`DisthooksCallback`. If there are several optimizers, each has its own numbers, under ``gradients/0/``,
     ``gradients/1/``.
-
-    Args:
-        attached: a function that returns the attachment to an optimizer, or None if it has none.
     """
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:

@@ -204,9 +204,6 @@ class WaitingCallback(DisthooksCallback):
 
     The session of :mod:`disthooks.run` attaches when the model is first called, and then calls :meth:`join`. From then
     on the Trainer's log and its checkpoints have the same content as with :class:`DisthooksCallback`.
-
-    Args:
-        attached: a function that returns the attachment to an optimizer, or None if it has none.
     """
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:

@@ -102,13 +102,7 @@ def explain(
 
 
 def explain_built(builder: Builder, situation: Situation, cost: CostOf | None = cost_for_record) -> Explanation:
-    """The explanation of one step of what ``builder`` builds.
-
-    Args:
-        builder: builds the model and its inputs.
-        situation: how the step runs.
-        cost: what an operator costs; None to count no operations, which is quicker.
-    """
+    """The explanation of one step of what ``builder`` builds."""
     step = record_step(builder, situation, cost)
     if situation.plan is None:
         return Explanation(builder.name, situation, step)

@@ -145,12 +145,7 @@ class Memory:
         return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
 
     def to_dict(self, position: Callable[[str], int], points: int = 600) -> dict[str, Any]:
-        """The peak and the curve.
-
-        Args:
-            position: gives the position of a module, by its name.
-            points: how many points the curve has at most.
-        """
+        """The peak and the curve."""
         phases, peak = list(self._record.phases), self.peak
         curve = [
             [each.moment, phases.index(each.phase) if each.phase in phases else -1, position(each.module), *each.nbytes]

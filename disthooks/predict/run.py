@@ -322,12 +322,7 @@ def _roots(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torc
 
 @contextlib.contextmanager
 def _told(what: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Raise an error of the user's code as a UsageError of one line.
-
-    Args:
-        what: what was done.
-        model: names the module that was running.
-    """
+    """Raise an error of the user's code as a UsageError of one line."""
     try:
         yield
     except DisthooksError:

@@ -82,15 +82,7 @@ def document(
     other: Run | None = None,
     predicted: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the page shows of ``run``, as JSON can hold it.
-
-    Args:
-        run: the run.
-        name: its name, such as the path of its log.
-        notes: what the reader should know of the log: that it is not whole, say.
-        other: a second run, whose curves are shown beside.
-        predicted: what `disthooks explain --json` said before the run.
-    """
+    """What the page shows of ``run``, as JSON can hold it."""
     found = timeline(run)
     wrong = found.culprits
     made: dict[str, Any] = {

@@ -36,9 +36,6 @@ class Lines:
 
     Text with a byte order mark, and files of gzip, are read too.
 
-    Args:
-        file: the file.
-
     Attributes:
         rest: what stands behind the last line end.
     """

@@ -273,10 +273,6 @@ def _who(record: Record) -> tuple[Any, Any]:
 class Tail:
     """A log that is being written: the last records of the run that wrote last.
 
-    Args:
-        file: the log.
-        most: how many records are kept.
-
     Attributes:
         broken: how many lines were no records.
     """

@@ -129,12 +129,7 @@ class Scores:
         self._distance: dict[int, torch.Tensor] = {}
 
     def jumps(self, limit: float, deviations: float) -> Iterator[tuple[int, int, float]]:
-        """The step and the column of each number that has jumped, and its usual value.
-
-        Args:
-            limit: how many decades above the usual value a number must be.
-            deviations: how many usual deviations above it, too.
-        """
+        """The step and the column of each number that has jumped, and its usual value."""
         lowest, highest = (
             torch.stack([(sign * part.nan_to_num(sign * math.inf)).amin(0) for part in torch.split(self._logs, BLOCK)])
             for sign in (1.0, -1.0)
@@ -242,14 +237,7 @@ def begun(run: Run, values: torch.Tensor, at: int) -> int:
 
 
 def others_of(run: Run, name: str, place: int | None = None, of: str = "param") -> torch.Tensor:
-    """The mean over the ranks that do not have the largest number: float64, of shape (steps, 1); NaN if not known.
-
-    Args:
-        run: the run.
-        name: a statistic with a largest number and a mean over the ranks.
-        place: of the parameter or module; None for a number of the step.
-        of: "param" or "module".
-    """
+    """The mean over the ranks that do not have the largest number: float64, of shape (steps, 1); NaN if not known."""
     of = "" if place is None else of
     most, mean = values_of(run, of, f"{name}/max_rank"), values_of(run, of, f"{name}/mean_rank")
     mean = values_of(run, of, name) if mean is None else mean

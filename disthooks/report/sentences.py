@@ -30,10 +30,6 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     """Sentences that say what went wrong, what the rules did, what saving cost, and what the log does not tell.
 
     See [Note: what stands out].
-
-    Args:
-        run: the run.
-        found: what :func:`~disthooks.report.timeline.timeline` found in it.
     """
     culprits = found.culprits
     named = {culprit.step for culprit in culprits}
@@ -107,12 +103,7 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
 
 
 def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
-    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms.
-
-    Args:
-        run: the run.
-        begin: the place of the first record that counts.
-    """
+    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms."""
     norms, found = [], []
     for record in run.records[begin:]:
         peak, norm = record.grad_norm_peak, record.grad_norm

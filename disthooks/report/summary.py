@@ -55,13 +55,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def _figures(kind: str, column: Sequence[Any], steps: Sequence[int]) -> dict[str, Any]:
-    """The figures of one name over all steps; empty if the column has no number.
-
-    Args:
-        kind: what the name means: "number", "count", "total" or "label".
-        column: the value in each record; None in a record without the name.
-        steps: the step of each record.
-    """
+    """The figures of one name over all steps; empty if the column has no number."""
     if kind == "label":  # the number of a rank: how often each rank was named, the most frequent first
         named = collections.Counter(value for value in column if value is not None)
         return {str(value): times for value, times in named.most_common()}

@@ -48,11 +48,6 @@ class CheckpointedLayers:
     in its first forward in training is none of them any more. A function that the model itself gives to
     ``torch.utils.checkpoint.checkpoint`` has no switch.
 
-    Args:
-        model: may be wrapped by an engine; None for no layers.
-        names: of the modules whose saved tensors are hooked. Other layers keep their checkpoints.
-        known: :attr:`known` of an earlier run of the same model.
-
     >>> import torch
     >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     >>> model = nn.Sequential(*(checkpoint_wrapper(nn.Linear(2, 2)) for _ in range(3)))

@@ -140,15 +140,7 @@ def _save_inputs(self: Any, *args: Any) -> None:
 def _again(
     run: types.FunctionType, function: Any, rest: dict[int | str, Any], inputs: list[int | str], count: int
 ) -> Callable[..., None]:
-    """What ``run`` does, torch's function that calls ``function`` again, without the tensors that ``run`` holds.
-
-    Args:
-        run: has ``function``, its keywords and perhaps its first arguments in its closure.
-        function: the user's.
-        rest: the arguments that are no inputs of the layer, by keyword, or by position for a partial's first ones.
-        inputs: the keys of the arguments that are saved behind ``count`` positional ones.
-        count: how many positional arguments the checkpoint was called with.
-    """
+    """What ``run`` does, torch's function that calls ``function`` again, without the tensors that ``run`` holds."""
     code, module = run.__code__, run.__globals__
     free = dict(zip(code.co_freevars, run.__closure__ or (), strict=True))
     del free["fn"], free["kwargs"], run

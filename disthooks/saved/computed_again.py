@@ -104,13 +104,6 @@ class ComputedAgain:
     def learn(self, size: int, saved: int, dropped: int, needed: int, missing: int) -> int:
         """Note what a round of inputs of ``size`` has shown.
 
-        Args:
-            size: the number of elements of the inputs.
-            saved: bytes of saved tensors, other than weights.
-            dropped: bytes that Recompute dropped.
-            needed: bytes that the step needed beside saved tensors.
-            missing: bytes of saved tensors that had to move.
-
         Returns:
             Bytes that another round of the size may need beside those. A layer that is computed again lies in memory as
             a whole. In a round with checkpoints off that may not be seen, because the layers that are not computed

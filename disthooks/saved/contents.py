@@ -59,9 +59,6 @@ class ContentIndex:
     content at the same time, only one adds it. References to values that are gone are sorted out from time to time,
     because a callback for each of them would cost more (decision 29).
 
-    Args:
-        is_typed: whether views of another dtype are contents of their own, as codecs need it.
-
     Attributes:
         by_owner: the values that are all of their storage, by the identity of the tensor that counts the changes.
         recent: the values that were offloaded last, whose copies are in memory for operators that save the same again.
@@ -114,11 +111,6 @@ class ContentIndex:
         """The packed value of ``tensor``, and its layout. It is the short way if it or a view of it was saved before.
 
         None if a full look is necessary.
-
-        Args:
-            tensor: of any kind.
-            owner: counts the changes of ``tensor``.
-            at_least: views of fewer bytes are not shared.
         """
         reference = self.by_owner.get(id(owner))
         packed = None if reference is None else reference()

@@ -198,15 +198,7 @@ class Counters:
     def count_put(
         self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
     ) -> None:
-        """Count one content that the store took.
-
-        Args:
-            stored: its bytes as the store got them.
-            moved: those of them that left the memory they were in.
-            seconds: how long the host waited for the store.
-            module_name: the module that saved it; "" for a block of code.
-            saved: its bytes before codecs, by default ``stored``.
-        """
+        """Count one content that the store took."""
         module = self._modules.get(module_name) or self.of_module(module_name)
         module.tensors += 1
         module.saved += stored if saved is None else saved
@@ -312,13 +304,7 @@ class Counters:
         self.warned.texts.setdefault("nothing", _NOTHING)
 
     def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
-        """All counts as they stand.
-
-        Args:
-            store: the store, whose own reports are added.
-            names: the attached modules; the report names those that were never called.
-            is_recompute_idle: whether the pipeline has a Recompute that has met no operator it knows.
-        """
+        """All counts as they stand."""
         # The store and the device may take a while to answer. The lock is taken after that, so that no thread that
         # trains waits for the counters meanwhile. See [Note: locks].
         tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()

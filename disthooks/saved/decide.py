@@ -60,13 +60,7 @@ class Decides:
     _has_in_place: bool
 
     def _decide(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> Decision:
-        """The decision about ``tensor``, which is not known yet.
-
-        Args:
-            tensor: as autograd saves it.
-            part: the plain tensor whose bytes would be packed.
-            owner: counts the changes of ``tensor``.
-        """
+        """The decision about ``tensor``, which is not known yet."""
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             return keep_because("parameter")
         not_plain = exotic(part)

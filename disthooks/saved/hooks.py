@@ -45,13 +45,7 @@ _Held = TypeVar("_Held")
 
 
 class SavedTensorHooks(Decides, AroundCheckpoints):
-    """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
-
-    Args:
-        pipeline: the stages that a saved tensor goes through, and the state of their attachment.
-        module_name: for errors and reports.
-        module: the module whose forward this is, if there is one.
-    """
+    """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``."""
 
     takes_arguments = True
 

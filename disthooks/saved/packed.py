@@ -197,12 +197,7 @@ class Readers:
         return handle
 
     def join_again(self, handle: Handle, last: Restored | None) -> Restored:
-        """The generation for a ``handle`` that has read already: in a second backward, or twice in one.
-
-        Args:
-            handle: that reads.
-            last: what the same reader was given last, if it still has it.
-        """
+        """The generation for a ``handle`` that has read already: in a second backward, or twice in one."""
         restored = None if self._current is None else self._current()
         if restored is None and last is not None:
             return last

@@ -60,10 +60,6 @@ class OpenPipeline:
 
     All modules and threads of the attachment use the same one. A copy or a pickle of it starts anew.
 
-    Args:
-        stages: the pipeline.
-        proofs: the proofs about the model that Recompute has made so far, if the pipeline has Recompute.
-
     Attributes:
         counters: of the attachment.
         contents: finds contents that are packed already.

@@ -68,14 +68,7 @@ read_by_node = ReadByNode()
 
 
 def copy_for_python(view: torch.Tensor, layout: Layout, saved_in: tuple[int, int], node: Any) -> torch.Tensor:
-    """``view`` in memory of its own. See [Note: what a function of the user's own is given].
-
-    Args:
-        view: lies as ``layout`` says, perhaps at another offset.
-        layout: of the saved tensor.
-        saved_in: the address of the storage in which it was saved, and the bytes of that.
-        node: that runs; None outside of a backward.
-    """
+    """``view`` in memory of its own. See [Note: what a function of the user's own is given]."""
     region = region_of(layout, saved_in[1]) if node is not None and has_gaps(layout, saved_in[1]) else None
     if region is None:
         # The copy has the same strides, so it takes the elements between those of the view, too.

@@ -68,10 +68,6 @@ def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) ->
 
     If the store has measured it for each tensor, ``sites`` stay as they are.
 
-    Args:
-        sites: the figures of each module, by its name.
-        tiers: the reports of the store.
-
     >>> sites = {"a": SiteReport(moved=30, loaded=10), "b": SiteReport(moved=10, loaded=10)}
     >>> found = shared_out(sites, [StoreReport("OnCpu()", write_seconds=4.0, read_seconds=2.0)])
     >>> found["a"].copy_seconds, found["b"].copy_seconds

@@ -48,11 +48,7 @@ class CastFrom(NamedTuple):
 
 
 class ModuleWeights:
-    """The weights and buffers of the module whose forward runs. They are looked up when a tensor is in doubt.
-
-    Args:
-        module: None for code that belongs to no module.
-    """
+    """The weights and buffers of the module whose forward runs. They are looked up when a tensor is in doubt."""
 
     __slots__ = ("_by_shape", "_by_storage", "_module", "_replica", "_roots")
 

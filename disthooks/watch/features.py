@@ -36,12 +36,6 @@ def choose_modules(
 
     A wrapper and the module in it have one canonical name: the module is chosen. See [Note: modules without hooks].
 
-    Args:
-        model: the model, or what an engine made of it.
-        patterns: globs over the names, or predicates.
-        depth: the most names between dots that a name has; None for any number.
-        left_out: if given, gets the names of modules that match and run without Python hooks, while others remain.
-
     Raises:
         MatchError: when a pattern matches no module, or none that is at most ``depth`` deep.
         AttachError: when a module that matches runs without Python hooks, or all of them, if they may be ``left_out``.

@@ -37,10 +37,6 @@ _FEW = 256  # calls whose flags are put together at a time; see [Note: calls are
 def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | None:
     """Zero if all elements are finite, NaN if any is NaN or ``+inf``, else ``-inf``; see [Note: flags that add up].
 
-    Args:
-        tensor: a floating-point or complex tensor, of any shape and layout.
-        only_nan: whether infinities count as finite.
-
     Returns:
         A tensor without dimensions on the device of ``tensor``; None if ``tensor`` has no elements in memory.
 
@@ -72,12 +68,7 @@ def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | 
 
 
 class FiniteFlags:
-    """Flags of tensors. The flag of each tensor is found once, as the output of one module is the input of the next.
-
-    Args:
-        only_nan: whether infinities count as finite.
-        unknown: a set. The class and dtype of each tensor that has no extremes are added to it, as text.
-    """
+    """Flags of tensors. The flag of each tensor is found once, as the output of one module is the input of the next."""
 
     def __init__(self, only_nan: bool, unknown: set[str]) -> None:
         self._only_nan, self._unknown = only_nan, unknown

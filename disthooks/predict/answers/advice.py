@@ -229,11 +229,7 @@ def changes(
 
 
 class Trial:
-    """Runs candidates, and makes advice of them.
-
-    Args:
-        least: a change that saves a smaller part of the peak than this gives no advice.
-    """
+    """Runs candidates, and makes advice of them."""
 
     def __init__(
         self,
@@ -564,15 +560,7 @@ def what_if(
     points: int = 300,
     tried: Tried | None = None,
 ) -> list[dict[str, Any]]:
-    """For each advice that is a hooks file or a checkpoint: the step with it, as a document for the page.
-
-    Args:
-        builder: builds the model of ``explanation``.
-        explanation: the step without the plan.
-        advice: what :func:`advise` gave.
-        points: how many points the curve of memory has at most.
-        tried: the changes that :func:`advise` tried, which are not run again.
-    """
+    """For each advice that is a hooks file or a checkpoint: the step with it, as a document for the page."""
     position = {row.name: number for number, row in enumerate(explanation.modules)}
     found = []
     for each in advice:

@@ -178,18 +178,6 @@ def fits(
     proven: this size fits, and the next one does not. If the measure grows with the size, no larger size fits. See
     [Note: how a size is found] for models whose measure does not always grow.
 
-    Args:
-        builder: builds the model and its inputs.
-        situation: how the step runs.
-        limit: bytes.
-        measure: the bytes of an explanation that have to be within the limit.
-        sizes: which sizes are searched; the other is None in the answer.
-        most: the search ends at this size.
-        patience: seconds after which each of the two searches ends, with the largest size that was found by then.
-        progress: called with a line of text after each step.
-        explanation: the step in ``situation``, if it was explained before; None to run it.
-        tried: the changes that were run before, and those that are run here.
-
     Raises:
         UsageError: if the step does not run as it was asked for, or the limit is not positive.
 
@@ -344,12 +332,7 @@ class _Search:
                 self._low = max(self._low, size)
 
     def _next(self, is_open: bool, is_slow: bool) -> int:
-        """The next size between the largest that fits and the least that does not.
-
-        Args:
-            is_open: whether no size is known that does not fit.
-            is_slow: whether the predictions were of little use so far.
-        """
+        """The next size between the largest that fits and the least that does not."""
         low, high, unit = self._low, self._high, self._unit
         first, last = low + unit, high - unit
         refusal = "" if is_open else self._probes[high].refusal if high in self._probes else ""

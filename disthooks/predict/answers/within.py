@@ -38,12 +38,6 @@ def plan_within(
 
     See [Note: the plan for a budget].
 
-    Args:
-        builder: builds the model of ``explanation``.
-        explanation: the step without a plan.
-        budget: bytes on the device.
-        progress: called with a line of text after each run.
-
     Returns:
         The advice, with the lines of YAML; None if the step is within the budget as it is.
 

@@ -48,10 +48,6 @@ _ORDERS: dict[str, tuple[Backend, ...]] = {
 def attention_order(backend: Backend | None, capability: tuple[int, int]) -> tuple[Backend, ...]:
     """The backends of attention that torch tries, the first choice first; see [Note: the choice of a backend].
 
-    Args:
-        backend: the one to try first, and after it those that torch falls back to. None is torch's default.
-        capability: the GPU's compute capability.
-
     >>> attention_order(None, (8, 0))
     ('flash', 'efficient', 'math')
     >>> attention_order(None, (9, 0))

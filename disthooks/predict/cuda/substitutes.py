@@ -82,10 +82,6 @@ def as_on_cuda(backend: Backend | None = None, *, capability: tuple[int, int] = 
     Open it inside the ``FakeTensorMode``, and a mode that records operators inside of it. Backward has to run inside,
     too. Real tensors and other threads are not affected.
 
-    Args:
-        backend: the backend of attention to try first; None is torch's default for ``capability``.
-        capability: the GPU's compute capability: ``(8, 0)`` for an A100, ``(9, 0)`` for an H100 or H200.
-
     Raises:
         ValueError: if there is no such backend.
 

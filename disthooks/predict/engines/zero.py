@@ -77,11 +77,6 @@ def initialize(
 ) -> Any:
     """What ``deepspeed.initialize`` returns first: the engine.
 
-    Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16`` for DeepSpeed's "bf16" or "fp16"; None: as ``options`` say.
-        options: DeepSpeed's configuration. The stage, the dtype and a batch of 1 are added where it does not say them.
-        optimizer: makes the optimizer; None: the "optimizer" of ``options``, or AdamW.
-
     Raises:
         UsageError: when DeepSpeed is not installed, or for another dtype, or when ``options`` say another stage.
     """

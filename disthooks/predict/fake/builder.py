@@ -36,11 +36,6 @@ _POSITIONS = re.compile(r"(?!.*rel)(wpe|.*pos)", re.IGNORECASE)
 class Builder:
     """Makes a model and its inputs, any number of times.
 
-    Args:
-        source: a module; or a function that returns a module, or a module and its example inputs.
-        inputs: example inputs; empty if the function returns them.
-        name: for errors and reports.
-
     Raises:
         UsageError: if ``source`` is neither.
     """
@@ -85,11 +80,6 @@ class Builder:
         self, fakes: Fakes, batch: int | None = None, seq: int | None = None
     ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The model, and the positional and keyword arguments of its forward; all of them are fake.
-
-        Args:
-            fakes: the fake run.
-            batch: the batch size; None to take it as it comes.
-            seq: the length of a sequence; None to take it as it comes.
 
         Raises:
             UsageError: if the function fails or returns something else, or the size cannot be set.

@@ -126,11 +126,7 @@ class Fakes(NamedTuple):
         self.mode.told = self.values.told = told
 
     def like(self, value: Any) -> Any:
-        """``value`` with a fake tensor of the CPU in place of each real one.
-
-        Args:
-            value: a tensor, or a structure of tuples, lists and dicts with tensors in it.
-        """
+        """``value`` with a fake tensor of the CPU in place of each real one."""
 
         def one(real: torch.Tensor) -> torch.Tensor:
             if isinstance(real, FakeTensor):

@@ -61,9 +61,6 @@ _LOG = "torch._subclasses.fake_tensor"
 class FakeKernels(_Mode):  # type: ignore[misc]
     """A FakeTensorMode that assumes what it cannot know.
 
-    Args:
-        told: called with what could not be known, and with what was assumed instead.
-
     >>> told = []
     >>> with FakeKernels(lambda *each: told.append(each)):
     ...     x = torch.ones(8, 8)

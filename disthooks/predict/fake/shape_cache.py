@@ -49,11 +49,7 @@ class _Unknown(Exception):
 
 
 class ShapeCache:
-    """Remembers what operators gave for arguments of the same shapes. See [Note: equal calls give equal shapes].
-
-    Args:
-        excluded: operators that are never remembered.
-    """
+    """Remembers what operators gave for arguments of the same shapes. See [Note: equal calls give equal shapes]."""
 
     _results: dict[Any, tuple[Any, tuple[_Output | None, ...]]] = {}  # noqa: RUF012  # of all predictions
     _may_know: dict[Any, bool] = {}  # noqa: RUF012

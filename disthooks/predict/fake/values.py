@@ -69,10 +69,6 @@ _FILL: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
 class Values(_Mode):  # type: ignore[misc]
     """A dispatch mode, to be entered inside a fake mode. See [Note: values beside fake tensors].
 
-    Args:
-        mode: the fake mode.
-        told: called with what could not be known, and with what was assumed instead.
-
     >>> from disthooks.predict.fake.kernels import FakeKernels
     >>> with FakeKernels() as mode, Values(mode):
     ...     mask = torch.arange(6) % 3 == 0

@@ -193,9 +193,6 @@ class _Pool:
 class CachingAllocator:
     """The allocator of one device and one stream. See [Note: what is modelled] and [Note: what is left out].
 
-    Args:
-        limit: the bytes that the driver can give, at most; None for no limit.
-
     Attributes:
         allocated: the bytes of all blocks in use now.
         reserved: the bytes taken from the driver and not given back.
@@ -278,10 +275,6 @@ class CachingAllocator:
 
 def events_of(record: StepRecord, device: str = "device") -> list[tuple[int, int]]:
     """The births and deaths of a recorded step, as :func:`simulate` takes them.
-
-    Args:
-        record: the step.
-        device: whose memory: ``"device"`` or ``"host"``.
 
     Returns:
         One pair for each change of memory: the position of the allocation, and its bytes, or 0 where it dies. A storage
@@ -372,11 +365,6 @@ def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport, accu
 
     It lies between the peak of the blocks in use and that of the memory taken from the driver, because the allocator
     gives cached memory back before it fails.
-
-    Args:
-        events: as :func:`simulate` takes them.
-        report: what it said of them without a limit.
-        accuracy: how much too large the result may be, as a part of it.
 
     >>> MiB = 2**20
     >>> events = [(1, 30 * MiB), (1, 0), (2, 40 * MiB)]

@@ -125,19 +125,7 @@ def _gpu(
     source: str,
     **others: Any,
 ) -> Device:
-    """A row of the table.
-
-    Args:
-        name: the name.
-        mib: the memory that torch reports, in MiB.
-        multiprocessors: how many it has.
-        capability: the compute capability, such as 8.9.
-        peaks: in 10^12 operations a second: fp32, tf32, bf16, fp16, fp8.
-        gb_per_s: its own memory's bandwidth, in 10^9 bytes a second.
-        pcie: the generation of its 16 lanes.
-        source: the vendor's document.
-        others: fields of :class:`Device` that differ from what a card on PCIe has.
-    """
+    """A row of the table."""
     fp32, tf32, bf16, fp16, fp8 = (None if peak is None else peak * 1e12 for peak in peaks)
     link: dict[str, Any] = {"to_device": PCIE[pcie], "to_host": PCIE[pcie], "link": f"PCIe {pcie} x16"}
     return Device(

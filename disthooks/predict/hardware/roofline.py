@@ -270,11 +270,6 @@ _flops: dict[Any, int] = {}
 def cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Cost:
     """Count what one call of an operator costs, from the shapes of its tensors. See [Note: what is counted].
 
-    Args:
-        func: the operator, as ``__torch_dispatch__`` gets it.
-        args, kwargs: its arguments; fake tensors will do.
-        out: what it returned.
-
     Returns:
         The operations and bytes; all zero for a view, and for what launches no kernel.
 
@@ -495,12 +490,6 @@ def _peak(device: Device, dtype: torch.dtype, tf32: bool) -> float:
 def seconds(cost: Cost, device: Device, dtype: torch.dtype = torch.float32, tf32: bool = False) -> float:
     """How long one call takes on ``device``: the longer of computing and of moving bytes, and the launch.
 
-    Args:
-        cost: what :func:`cost` counted.
-        device: the device.
-        dtype: the type of the matrices that are multiplied.
-        tf32: whether matrices of float32 are multiplied in TF32; see :func:`may_use_tf32`.
-
     >>> from disthooks.predict.hardware.devices import device_named
     >>> product = Cost(flops=2 * 8192**3, read=2 * 8192**2 * 2, written=8192**2 * 2)
     >>> round(1e3 * seconds(product, device_named("h100"), torch.bfloat16), 2)
@@ -585,11 +574,6 @@ def format_seconds(duration: float) -> str:
 
 def verdict(saved_bytes: int, recompute_seconds: float, device: Device) -> Verdict:
     """Compare sending saved tensors over the link with computing them again.
-
-    Args:
-        saved_bytes: bytes that are sent to the host in forward, and brought back in backward.
-        recompute_seconds: seconds to compute them again, as :func:`phase_seconds` says them of a forward.
-        device: the device.
 
     >>> from disthooks.predict.hardware.devices import device_named
     >>> print(verdict(48 * 10**9, 0.2, device_named("h100")))

@@ -261,14 +261,7 @@ class PlannedProofs(Proofs):
 
 
 class PlannedCodec(Codec):
-    """A codec that runs on fake tensors, if it can.
-
-    Args:
-        codec: the codec of the user.
-        ratio: encoded bytes for each byte, measured; for codecs whose result depends on the data.
-        is_accelerator: whether the fake tensors stand for those of an accelerator.
-        say_unknown: takes a text about what cannot be known.
-    """
+    """A codec that runs on fake tensors, if it can."""
 
     def __init__(
         self, codec: Codec, ratio: float | None, is_accelerator: bool, say_unknown: Callable[[str], None]
@@ -511,13 +504,6 @@ def planned(
     Run one or more training steps inside, under the ``FakeTensorMode`` of the model's tensors. At the end all hooks are
     removed, and everything is as it was. Hooks that the model has already, from wrappers such as ``SaveWith`` or from
     ``save_activations``, are a part of the prediction. Those of a ``saving`` block in its code keep their tensors.
-
-    Args:
-        model: a model whose parameters are fake tensors of the CPU.
-        entries: a :class:`~disthooks.config.plan.Plan`, with its ``budget``; or pairs of patterns and a pipeline.
-        device: the device that the fake tensors stand for: "cpu", or an accelerator such as "cuda".
-        ratios: for codecs whose result depends on the data: encoded bytes for each byte, by the codec's ``repr``.
-        clock: gives the moment of each change in ``placed``; by default all moments are 0.
 
     Yields:
         The :class:`Planned`, whose figures grow with each step.

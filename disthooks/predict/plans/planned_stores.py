@@ -49,9 +49,6 @@ class PlacedBytes:
 
     Bytes that are dropped are seen at the next put or read, so ``now`` may be a little too large between them.
 
-    Args:
-        clock: gives the moment of a change, such as the number of the operator that runs.
-
     Attributes:
         peak: the most bytes that were in each place; the peaks of two places may be of different moments.
         history: each change, in the order of time.
@@ -111,10 +108,6 @@ class _Entry(Counted):
 
 class PlannedStore(Store):
     """One place behind the device: it counts the bytes of the tensors that are put, and lets go of their memory.
-
-    Args:
-        spec: the store that it stands for.
-        is_accelerator: whether the fake tensors stand for those of an accelerator.
 
     Attributes:
         budget: the bytes that it holds, under the limit of ``spec``.
@@ -243,14 +236,7 @@ class PlannedStore(Store):
 
 
 class PlannedTiers(OpenTiered):
-    """A ``Tiered`` or an ``OnCpu(keep=...)`` at work, over planned stores: the same code places the tensors.
-
-    Args:
-        stores: an ``OnDevice``, planned stores.
-        name: of the spec, for errors.
-        is_accelerator: whether the fake tensors stand for those of an accelerator.
-        kept_free: bytes of the device beside those that stay; None for those that a ``Tiered`` chooses by itself.
-    """
+    """A ``Tiered`` or an ``OnCpu(keep=...)`` at work, over planned stores: the same code places the tensors."""
 
     def __init__(self, stores: tuple[Store, ...], name: str, is_accelerator: bool, kept_free: int | None) -> None:
         super().__init__(stores, name)
@@ -278,11 +264,6 @@ class PlannedTiers(OpenTiered):
 
 class WatchedStore(Store):
     """The store of a pipeline in a prediction. It tells :class:`PlacedBytes` of each put and read.
-
-    Args:
-        spec: the store that the user named.
-        works: does the work.
-        placed: the bytes of the prediction.
 
     Attributes:
         is_accelerator: whether the fake tensors stand for those of an accelerator.
@@ -321,13 +302,7 @@ class WatchedStore(Store):
 
 
 class PlannedStores:
-    """Makes the stores of a prediction. Entries that share a store share what stands for it, and its limits.
-
-    Args:
-        placed: counts the bytes of all of them.
-        is_accelerator: whether the fake tensors stand for those of an accelerator.
-        say_unknown: takes a text about what cannot be known.
-    """
+    """Makes the stores of a prediction. Entries that share a store share what stands for it, and its limits."""
 
     def __init__(self, placed: PlacedBytes, is_accelerator: bool, say_unknown: Callable[[str], None]) -> None:
         self._placed, self._is_accelerator, self._say_unknown = placed, is_accelerator, say_unknown

@@ -56,11 +56,6 @@ def adds_in_place(args: tuple[Any, ...], made_by: int, one_holder: HolderCounts 
 
     See [Note: sums of the engine]. Call it in the ``__torch_dispatch__`` of the innermost mode, in which ``args`` is a
     parameter.
-
-    Args:
-        args: the arguments of ``aten.add.Tensor``.
-        made_by: what :func:`node_number` was when the storage of the first argument was made.
-        one_holder: what :func:`counts_of_one_holder` has measured.
     """
     if len(args) != 2 or torch.is_grad_enabled() or not _is_engine_calling():
         return False

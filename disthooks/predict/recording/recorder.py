@@ -77,10 +77,6 @@ class _Watched(weakref.ref[torch.UntypedStorage]):
 class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
     """A dispatch mode that records what runs inside it. Enter the FakeTensorMode first, then this.
 
-    Args:
-        model: its modules give the names.
-        cost: what one call of an operator costs; None to count no cost.
-
     Attributes:
         record: what was seen so far.
 

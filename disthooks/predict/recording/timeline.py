@@ -41,11 +41,6 @@ class Share(NamedTuple):
 class Timeline:
     """The memory of a step on the device (or in the host's memory) over time.
 
-    Args:
-        record: the step.
-        rounded: the bytes that an allocator takes for so many bytes; None if it takes what is asked for.
-        device: whose memory.
-
     Attributes:
         peak: the most bytes at one moment.
         samples: the memory after each operator that changed it, in order.

@@ -109,13 +109,7 @@ class Quantize(Codec):
     def _encode_piece(
         self, elements: torch.Tensor, key: tuple[int, int] | None, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of ``elements``, by torch operations; the same bits as the kernel's.
-
-        Args:
-            elements: a part of a tensor's elements.
-            key: the key of the random numbers; None to round to the nearest.
-            first: the index of the first of ``elements`` in the tensor.
-        """
+        """Codes and scales of ``elements``, by torch operations; the same bits as the kernel's."""
         codes, n = _KINDS[self.bits].codes, elements.numel()
         it = scaled(elements, self.block, codes)
         if key:

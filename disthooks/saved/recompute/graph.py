@@ -99,11 +99,7 @@ def annotation(edge: Edge) -> Handle | InPlace | None:
 
 
 class NodeReader:
-    """Reads the node of one value, for the formulas.
-
-    Args:
-        edge: the value, an output of the node.
-    """
+    """Reads the node of one value, for the formulas."""
 
     def __init__(self, edge: Edge) -> None:
         self._node, self.name = edge.node, node_name(edge.node)

@@ -67,12 +67,7 @@ class Vector:
 
 
 class Weight:
-    """A weight of a matrix product. See [Note: weights of products].
-
-    Args:
-        tensor: the weight, or a view of it, as the product got it.
-        module_name: the module whose forward it is, for errors.
-    """
+    """A weight of a matrix product. See [Note: weights of products]."""
 
     def __init__(self, tensor: torch.Tensor, module_name: str) -> None:
         self.tensor, self.version, self.module_name = tensor.detach(), tensor._version, module_name
@@ -85,9 +80,6 @@ class Weight:
 
     def get(self, later: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """The weight as it was.
-
-        Args:
-            later: takes an answer of the device, whether the weight is the same, that the host does not wait for.
 
         Raises:
             MutationError: if it was changed.
@@ -120,14 +112,6 @@ _ANYWHERE = {"relu", "neg", "mul", "div", "cast", "clone", "view", "expand", "tr
 
 class Program:
     """Computes a tensor again.
-
-    Args:
-        inputs: the sources of the tensor.
-        steps: the operators; the last one gives the result.
-        layout: the layout of the result.
-        device: the device of the result.
-        cost: how many operators run, including those that compute the inputs.
-        products: how many of them are matrix products.
 
     Attributes:
         flops: the floating-point operations of its own products, once it has run.
@@ -362,10 +346,6 @@ class Norms:
 
     A weight may be freed before backward (FSDP, ZeRO), or changed by an optimizer step. So it is copied; it is small.
     The weight of a matrix product is not: see [Note: weights of products].
-
-    Args:
-        module: the module whose forward it is; None for code that belongs to no module.
-        module_name: its name, for errors.
     """
 
     def __init__(self, module: nn.Module | None, module_name: str = "") -> None:
@@ -469,12 +449,7 @@ class Planner:
         return Program(self._inputs, self._steps, layout, device, self._cost, self._products)
 
     def _computed(self, edge: Edge, is_factor: bool = False) -> int:
-        """Add the step that computes ``edge``, and the steps before it. Returns the number of its result.
-
-        Args:
-            edge: the value.
-            is_factor: whether the value, or a view of it, is a factor of a matrix product.
-        """
+        """Add the step that computes ``edge``, and the steps before it. Returns the number of its result."""
         read = FORMULAS.get(node_name(edge.node))
         self._looked += 1
         if read is None or edge.number or self._looked > _MOST_NODES:

@@ -131,11 +131,6 @@ class Verification:
 
     See [Note: how recompute is proven].
 
-    Args:
-        where: the place in words, for the error.
-        always: whether every tensor is compared, and the host waits for the answer.
-        lock: guards the decisions, because threads of replicas share verifications. Decisions are rare.
-
     Attributes:
         is_proven: whether some variant was always right, and enough numbers were compared.
         is_different: whether no variant is right; then the tensors of this place are stored.
@@ -180,11 +175,6 @@ class Verification:
 
     def choose_variant(self, attempt: Attempt, variants: int, original: torch.Tensor) -> int | None:
         """The variant whose result may replace ``original`` now; None if ``original`` has to be stored.
-
-        Args:
-            attempt: computes the tensor by a variant, in the layout of ``original``.
-            variants: how many variants there are.
-            original: the tensor that was saved.
 
         Raises:
             StoreError: if the result differs although the place was trusted, unless every tensor is compared.

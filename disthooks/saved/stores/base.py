@@ -405,11 +405,6 @@ class Debtor(Protocol):
 class ByteBudget:
     """Bytes in use under a limit. ``release`` takes no lock, so destructors may call it.
 
-    Args:
-        limit: most bytes; None for no limit.
-        owner: the store's name, for error texts.
-        grain: the bytes of each tensor are rounded up to a multiple of it, because a file has whole pages.
-
     >>> budget = ByteBudget("1 KiB", "OnCpu")
     >>> budget.reserve(1000); budget.release(1000); budget.held
     0
@@ -479,10 +474,6 @@ class ByteBudget:
     def reserve(self, count: int, debtor: Debtor | None = None) -> None:
         """Take ``size(count)`` bytes for one tensor; ``release(budget.size(count))`` gives them back.
 
-        Args:
-            count: the bytes of the tensor.
-            debtor: gets ``size(count)`` as its ``owed`` when the bytes are taken.
-
         Raises:
             StoreError: if more than the limit would be in use then. It has ``wanted`` and ``free``, in bytes.
         """
@@ -537,10 +528,6 @@ class Counted:
 
 class DeviceBudgets:
     """A :class:`ByteBudget` for each device that is used, all with the same limit. The CPU is a device, too.
-
-    Args:
-        limit: most bytes on each device; None for no limit.
-        owner: the store's name, for error texts.
 
     >>> budgets = DeviceBudgets("1 KiB", "OnDevice")
     >>> for device in ("cpu", "meta"):

@@ -113,9 +113,6 @@ class Link:
 
     A caller may give a ``Throughput`` of its own, which counts the copies of that caller alone.
 
-    Args:
-        device: an accelerator, with its index.
-
     Attributes:
         out: the bytes and seconds of all copies to the host.
         back: the bytes and seconds of all copies to the device.
@@ -166,13 +163,7 @@ class Link:
     # -- to the device
 
     def bring(self, host: torch.Tensor, filled: torch.Event | None, rate: Throughput | None = None) -> Coming:
-        """Begin to copy ``host`` to the device, into memory of the current stream. :meth:`take` returns the tensor.
-
-        Args:
-            host: a contiguous tensor in host memory.
-            filled: the event after which it is filled; None if it is filled now.
-            rate: counts the copy.
-        """
+        """Begin to copy ``host`` to the device, into memory of the current stream. :meth:`take` returns the tensor."""
         with self._lock:
             self.poll()
             stream = current_stream(self.device)

@@ -47,13 +47,7 @@ class _Sent:
 
 
 class OpenOnCpu(Store):
-    """An :class:`OnCpu` at work: the bytes under its limit, and an offload for each device.
-
-    Args:
-        budget: the bytes of all tensors.
-        in_flight: most bytes on each device.
-        pin: whether host memory is page-locked.
-    """
+    """An :class:`OnCpu` at work: the bytes under its limit, and an offload for each device."""
 
     def __init__(self, budget: ByteBudget, in_flight: int, pin: bool) -> None:
         self.budget, self._in_flight, self._pin = budget, in_flight, pin
@@ -180,13 +174,7 @@ def _report(budget: ByteBudget, offloads: Sequence[Offload]) -> StoreReport:
 
 
 class OpenKeeping(OpenTiered):
-    """An :class:`OnCpu` with ``keep`` at work: the devices and the host as tiers. Tensors of the CPU are in the host.
-
-    Args:
-        keep: bytes that stay on each device.
-        in_flight: bytes of each device beside them.
-        host: the second tier.
-    """
+    """An :class:`OnCpu` with ``keep`` at work: the devices and the host as tiers. Tensors of the CPU are in the host."""
 
     def __init__(self, keep: int, in_flight: int, host: OnCpu) -> None:
         super().__init__((OnDevice(keep + in_flight), host), "")

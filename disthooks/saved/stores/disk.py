@@ -77,13 +77,7 @@ class Ticket:
 
 
 class OpenOnDisk(Store):
-    """An :class:`OnDisk` at work: the runtime of its directories, and the bytes under its limit.
-
-    Args:
-        worker: moves the tensors; specs of the same directories and options share it.
-        budget: the bytes of all tensors.
-        directories: for errors and reports.
-    """
+    """An :class:`OnDisk` at work: the runtime of its directories, and the bytes under its limit."""
 
     def __init__(self, worker: FileWorker, budget: ByteBudget, directories: tuple[str, ...]) -> None:
         self.worker, self.budget, self.files = worker, budget, worker.files

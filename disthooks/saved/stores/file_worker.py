@@ -379,9 +379,6 @@ class FileWorker(Shared[Entry]):
     def _wake(self, is_needed: bool = False) -> None:
         """Wake the worker, or start it.
 
-        Args:
-            is_needed: whether the caller waits for it. Otherwise it does no harm if the system starts no thread.
-
         Raises:
             StoreError: if the worker is needed, and the system starts no thread.
         """

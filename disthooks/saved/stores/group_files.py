@@ -22,10 +22,6 @@ _MEASURE_FROM = 256 << 20  # bytes: a disk is measured when so many were written
 class GroupFiles:
     """Writes groups to files, in turn, and reads them back. Several threads may do so at once.
 
-    Args:
-        files: the files.
-        checksum: whether to keep a CRC-32 of each tensor and to compare it when the tensor is read.
-
     Attributes:
         buffers: memory of whole pages.
         staging: the copies from and to devices.

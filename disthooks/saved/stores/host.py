@@ -182,10 +182,6 @@ class PinnedPool(Shared[_Part]):
     A part of a segment is used again when no tensor lies in it any more: whoever has a device copy to it or from it
     holds such a tensor.
 
-    Args:
-        device: an accelerator.
-        pin: False for ordinary memory.
-
     Attributes:
         refused: whether the last new segment could not be page-locked.
         registered: bytes that were taken from the system so far.

@@ -161,12 +161,6 @@ class Offload(Shared[Offloaded]):
     held there: tensors that are being copied, tensors that are not sent because backward reads them soon, tensors that
     were brought back before backward reads them, and small tensors that came back because they share a copy.
 
-    Args:
-        device: an accelerator, with its index.
-        most: bytes.
-        pin: whether host memory is page-locked.
-        budget: counts the bytes in host memory.
-
     Attributes:
         out, back: the bytes copied to the host and back, and the time of these copies by the device's clock.
         from_memory, ahead, in_vain, never_written: bytes, as in :class:`StoreReport`.

@@ -212,10 +212,6 @@ class Tapes:
     Before the first entry, and among several tapes that begin alike, that tape is expected which came after the last
     tape the last time; then the newest. So lengths in turn are predicted even if their first entries have equal sizes.
 
-    Args:
-        make: makes the plan of a tape from the sizes of its entries and the order of its reads.
-        most: tapes that are remembered.
-
     Attributes:
         plan: of the expected tape; None if nothing is known. It may have fewer entries than the tape.
 

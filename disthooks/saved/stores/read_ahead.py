@@ -19,10 +19,6 @@ _MARGIN = 1.5  # a read is expected to take up to so many times as long as the l
 class ReadAhead:
     """The groups that are read before backward asks for them. It is used under the lock of the worker.
 
-    Args:
-        limit: most bytes of them. A group that is larger is read alone.
-        stats: counts the bytes that were read in vain, and knows how fast reads are.
-
     Attributes:
         planned: the groups that no thread has begun to read.
         groups: those, and the groups that are being read, or that were read and are not all taken: the oldest first.

@@ -193,11 +193,7 @@ class ScratchFile(Shared["Extent | Waste"]):
         return extent
 
     def shrink(self, keep_peak: bool) -> None:
-        """Give unused space back to the file system.
-
-        Args:
-            keep_peak: keep the space that the last steps needed.
-        """
+        """Give unused space back to the file system."""
         with self._lock:
             self._apply_releases()
             wanted = max(self._end, *self._peaks) if keep_peak else self._end
@@ -225,12 +221,7 @@ class ScratchFile(Shared["Extent | Waste"]):
         return sum(limit for limit in limits if limit) // self.parts if limits and None not in limits else None
 
     def _give_back(self, wanted: int = 0, at_once: bool = False) -> None:
-        """Give unused blocks back to the file system, if the file would have more blocks than its limits allow.
-
-        Args:
-            wanted: bytes that will be written to places that have no blocks yet.
-            at_once: do it whatever the limits are.
-        """
+        """Give unused blocks back to the file system, if the file would have more blocks than its limits allow."""
         if self.process != os.getpid():
             return
         most = self._most

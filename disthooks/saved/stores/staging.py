@@ -44,13 +44,7 @@ class Staging:
         return coming
 
     def take(self, found: torch.Tensor | Coming, outgoing: Outgoing | None, made_on: torch.Stream) -> torch.Tensor:
-        """A tensor on its device, for the current stream.
-
-        Args:
-            found: the tensor on its device, on its way there, or in host memory.
-            outgoing: the copy that still fills the host memory; None if it is filled.
-            made_on: the stream that filled the tensor on its device.
-        """
+        """A tensor on its device, for the current stream."""
         self.poll()
         device = made_on.device
         if isinstance(found, Coming):

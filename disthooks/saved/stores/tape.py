@@ -173,12 +173,6 @@ class Tape:
 
     Only ``own`` and ``alone`` are called without the lock of the worker.
 
-    Args:
-        device: the accelerator to which ``get`` returns the tensors; None for CPU memory.
-        memory: gives memory of whole pages; OSError if there is none.
-        staging: copies tensors from devices.
-        joined: bytes of a group of small tensors. Tensors with more than a quarter of it are alone.
-
     Attributes:
         sealed: groups that are full, until the worker takes them.
     """

@@ -174,10 +174,6 @@ _AHEAD = 32 << 20  # most bytes of these tensors that the tiers are asked to bri
 class OpenTiered(Store):
     """A :class:`Tiered` at work: which tensor is in which tier, and the order in which backward reads them.
 
-    Args:
-        stores: the tiers, the fastest first.
-        name: the spec, as text for errors; empty if the error of the last tier says enough.
-
     Attributes:
         largest: bytes of the largest tensor of each device that was put without a plan so far.
         most: the most bytes of each accelerator that were in use under the limit of the first tier since ``most`` was
@@ -384,11 +380,6 @@ class OpenTiered(Store):
 
     def _make_room(self, tier: int, device: torch.device, nbytes: int = 0) -> bool:
         """Move the tensor of ``tier`` that backward reads last to a tier below.
-
-        Args:
-            tier: the number of the tier.
-            device: the device of the new tensor.
-            nbytes: bytes of the new tensor that needs the room, on the device.
 
         Returns:
             Whether a tensor was moved.

@@ -125,11 +125,7 @@ class Tape:
 
 
 class TapeOrder(AccessOrder):
-    """An :class:`AccessOrder` that also predicts what the next tape is, and where its tensors go.
-
-    Args:
-        limits: gives the bytes of each tier that tensors may stay in; None for no limit.
-    """
+    """An :class:`AccessOrder` that also predicts what the next tape is, and where its tensors go."""
 
     def __init__(self, limits: Callable[[], list[int | None]]) -> None:
         super().__init__()
@@ -223,11 +219,7 @@ def for_comparison(can_wait: bool) -> Iterator[None]:
 
 
 class Turns(Shared[Turn]):
-    """The tapes of each thread and device: where their tensors go, and in which order backward will read them.
-
-    Args:
-        limits: gives the bytes of each tier that tensors of a device may stay in; None for no limit.
-    """
+    """The tapes of each thread and device: where their tensors go, and in which order backward will read them."""
 
     def __init__(self, limits: Callable[[torch.device], list[int | None]] = lambda device: [None]) -> None:
         super().__init__()
