@@ -45,7 +45,6 @@ from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
-from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 from disthooks.watch.watchers import Watchers, attach_watchers, say
 
@@ -437,12 +436,9 @@ def stores_within(
         if tiered is None:
             below = pipeline.store.stores if isinstance(pipeline.store, Tiered) else (pipeline.store,)
             path = ("save", number, "store")
-            keeps = (isinstance(tier, OnDevice) or (isinstance(tier, OnCpu) and not tier.can_be_tier) for tier in below)
-            if any(keeps):
+            if any(isinstance(tier, OnDevice) for tier in below):
                 source.fail(
-                    path,
-                    ": 'budget' says how much stays on the device, and OnDevice or OnCpu(keep=...) says it too: leave "
-                    "out one of them",
+                    path, ": 'budget' says how much stays on the device, and OnDevice says it too: leave out one"
                 )
             if any(isinstance(tier, Functions) for tier in below):
                 source.fail(

@@ -44,7 +44,7 @@ from disthooks.config.source import Path
 
 FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
 _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-_SIZES = ("limit", "in_flight", "keep")
+_SIZES = ("limit", "in_flight")
 _DTYPE = r"^(torch\.)?(bfloat16|half|float|double|float\d+(_\w+)?)$"
 _FILE_NOUNS = tuple(noun for noun in NOUNS if noun != "engine")  # the nouns whose kinds a file can name
 # In an annotation it makes pydantic check the class of an object, and nothing inside the object.

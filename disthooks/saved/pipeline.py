@@ -121,7 +121,7 @@ def pipeline(
 
     >>> from disthooks import OnCpu
     >>> print(pipeline(OnCpu(), at_least="1 MiB"))
-    OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB', keep=None), at_least='1.0 MiB'
+    OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB'), at_least='1.0 MiB'
     """
     least = None if at_least is None else parse_bytes(at_least, "at_least")
     if len(stages) == 1 and isinstance(stages[0], Pipeline):

@@ -248,7 +248,7 @@ class SavedReport:
         elif self.moved and waited > _MUCH and waited > self.hidden_seconds:
             only_host = all(tier.name.startswith(("OnCpu", "OnDevice")) for tier in self.tiers)
             last = (
-                "let more stay on the device, OnCpu(keep=...)"
+                "let more stay on the device, Tiered(OnDevice(...), OnCpu())"
                 if only_host
                 else "give it a faster or a second directory"
             )

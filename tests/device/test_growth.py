@@ -24,7 +24,6 @@ STEPS = 2000 if os.environ.get("DISTHOOKS_FULL") else 500  # on a GPU
 PIPELINES: dict[str, Callable[[], object]] = {
     "cpu": dh.OnCpu,
     "quantized": lambda: pipeline(dh.Quantize(8), dh.OnCpu()),
-    "keep": lambda: dh.OnCpu(keep="192 KiB", in_flight="64 KiB"),
     "tiers": lambda: dh.Tiered(dh.OnDevice("256 KiB"), dh.OnCpu()),
     "disk": lambda: dh.OnDisk("/tmp"),
 }

@@ -78,7 +78,6 @@ class Interrupt:
 KINDS: dict[str, Callable[[], Store]] = {
     "OnDevice": lambda: dh.OnDevice("64 MiB"),
     "OnCpu": lambda: dh.OnCpu("64 MiB", in_flight="256 KiB", pin_memory=False),
-    "OnCpu(keep)": lambda: dh.OnCpu("64 MiB", in_flight="256 KiB", keep="256 KiB", pin_memory=False),
     "Tiered": lambda: dh.Tiered(dh.OnDevice("256 KiB"), dh.OnCpu("64 MiB", in_flight="256 KiB", pin_memory=False)),
     "OnDisk": lambda: dh.OnDisk(tempfile.gettempdir(), in_flight="256 KiB"),
 }

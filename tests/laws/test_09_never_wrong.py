@@ -50,7 +50,6 @@ TENSORS = {
 # A new store is one line here.
 STORES = {
     "OnCpu": lambda folder, **kw: dh.OnCpu(**kw),
-    "OnCpu(keep)": lambda folder, **kw: dh.OnCpu(keep="64 KiB", **kw),
     "OnDevice": lambda folder, **kw: dh.OnDevice(**kw),
     "OnDisk": lambda folder, **kw: dh.OnDisk(folder, **kw),
 }

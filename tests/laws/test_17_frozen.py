@@ -32,7 +32,6 @@ from tests.support.stores.faulty import soon
 
 STORES: dict[str, Callable[[pathlib.Path], Any]] = {
     "OnCpu": lambda folder: dh.OnCpu("1 GiB"),
-    "OnCpu(keep)": lambda folder: dh.OnCpu("1 GiB", keep="1 MiB"),
     "OnDevice": lambda folder: dh.OnDevice("1 GiB"),
     "OnDisk": lambda folder: dh.OnDisk(folder, "1 GiB"),
     "Tiered": lambda folder: dh.Tiered(dh.OnDevice("64 KiB"), dh.OnDisk(folder)),
@@ -169,11 +168,10 @@ def test_no_field_of_a_store_changes_by_use(kind: str, tmp_path: pathlib.Path) -
     assert _same_fields(_fields(store), before)
 
 
-@pytest.mark.parametrize("kind", ["OnCpu", "OnCpu(keep)", "OnDevice", "OnDisk", "Tiered"])
+@pytest.mark.parametrize("kind", ["OnCpu", "OnDevice", "OnDisk", "Tiered"])
 def test_no_field_of_a_store_changes_by_an_error(kind: str, tmp_path: pathlib.Path) -> None:
     full: dict[str, Callable[[], Any]] = {
         "OnCpu": lambda: dh.OnCpu(100),
-        "OnCpu(keep)": lambda: dh.OnCpu(100, keep=50),
         "OnDevice": lambda: dh.OnDevice(100),
         "OnDisk": lambda: dh.OnDisk(tmp_path, 100),
         "Tiered": lambda: dh.Tiered(dh.OnDevice(100), dh.OnDisk(tmp_path, 100)),

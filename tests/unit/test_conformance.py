@@ -33,11 +33,10 @@ class TestCodecs(CodecTests):
 
 
 class TestStores(StoreTests):
-    @pytest.fixture(params=["OnCpu", "OnCpu(keep)", "OnDevice", "OnDisk", "Tiered"])
+    @pytest.fixture(params=["OnCpu", "OnDevice", "OnDisk", "Tiered"])
     def store(self, request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Any:
         made = {
             "OnCpu": lambda: dh.OnCpu(),
-            "OnCpu(keep)": lambda: dh.OnCpu(keep="1 MiB"),
             "OnDevice": lambda: dh.OnDevice(),
             "OnDisk": lambda: dh.OnDisk(tmp_path),
             "Tiered": lambda: dh.Tiered(dh.OnDevice("64 KiB"), dh.OnDisk(str(tmp_path))),

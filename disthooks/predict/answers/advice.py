@@ -423,12 +423,8 @@ def planned(situation: Situation, kind: str, title: str, modules: str, **entry: 
 def _kept(situation: Situation, room: int) -> Candidate:
     """Everything moves but what has room on the device."""
     keep = f"{max(1, room >> 20)} MiB"
-    store: dict[str, Any] = {"kind": "OnCpu", "keep": keep}
-    if situation.device != "cuda":
-        store = {
-            "kind": "Tiered",
-            "stores": [{"kind": "OnDevice", "limit": keep}, {"kind": "OnDisk", "directory": DISK}],
-        }
+    behind = {"kind": "OnCpu"} if situation.device == "cuda" else {"kind": "OnDisk", "directory": DISK}
+    store = {"kind": "Tiered", "stores": [{"kind": "OnDevice", "limit": keep}, behind]}
     made = planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
     return replace(made, stays=max(1, room >> 20) << 20)
 

@@ -50,10 +50,10 @@ def _listed(names: Sequence[str]) -> str:
 def as_yaml(document: Mapping[str, Any]) -> str:
     """A configuration as lines of YAML, with one entry of ``save`` after the other.
 
-    >>> print(as_yaml({"save": [{"modules": "layers.*", "store": {"kind": "OnCpu", "keep": "10 GiB"}}]}))
+    >>> print(as_yaml({"save": [{"modules": "layers.*", "store": {"kind": "OnCpu", "limit": "10 GiB"}}]}))
     save:
       - modules: "layers.*"
-        store: {kind: OnCpu, keep: 10 GiB}
+        store: {kind: OnCpu, limit: 10 GiB}
     """
     lines = ["save:"]
     for entry in document["save"]:

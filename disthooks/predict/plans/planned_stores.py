@@ -13,8 +13,7 @@ A :class:`PlannedStore` stands for one place behind the device: host memory, a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -236,21 +235,14 @@ class PlannedStore(Store):
 
 
 class PlannedTiers(OpenTiered):
-    """A ``Tiered`` or an ``OnCpu(keep=...)`` at work, over planned stores: the same code places the tensors."""
+    """A ``Tiered`` at work, over planned stores: the same code places the tensors."""
 
-    def __init__(self, stores: tuple[Store, ...], name: str, is_accelerator: bool, kept_free: int | None) -> None:
+    def __init__(self, stores: tuple[Store, ...], name: str, is_accelerator: bool) -> None:
         super().__init__(stores, name)
-        self._is_accelerator, self._kept_free = is_accelerator, kept_free
-
-    def report(self) -> tuple[StoreReport, ...]:
-        nearest, *others = super().report()
-        return (nearest if self._kept_free is None else replace(nearest, name="OnCpu(keep)"), *others)
+        self._is_accelerator = is_accelerator
 
     def _is_ahead(self, placed: Placed) -> bool:
         return self._is_accelerator
-
-    def _first(self, placed: Placed) -> int:
-        return 0 if self._kept_free is None or self._is_accelerator else 1
 
     def _room(self, device: torch.device) -> int:
         below = sum(store.device_bytes(device) for store in self._below()) if self._is_accelerator else 0
@@ -330,12 +322,9 @@ class PlannedStores:
 
     def _make(self, spec: Store) -> Store:
         if isinstance(spec, Tiered):
-            return self._tiers([self._working(store) for store in spec.stores], repr(spec))
+            return PlannedTiers(tuple(map(self._working, spec.stores)), repr(spec), self._is_accelerator)
         if isinstance(spec, OnDevice):
             return self._on_device(spec.limit)
-        if isinstance(spec, OnCpu) and (keep := parse_bytes(spec.keep or 0)):
-            flying = parse_bytes(spec.in_flight)
-            return self._tiers([self._on_device(keep + flying), self._behind(spec)], "", flying)
         return self._behind(spec)
 
     def _on_device(self, limit: int | str | None) -> OnDevice:
@@ -351,9 +340,6 @@ class PlannedStores:
         if made.place == "elsewhere":
             self._say_unknown(f"{spec!r} is a store of somebody else: its tensors count as they are, without its time")
         return made
-
-    def _tiers(self, stores: Sequence[Store], name: str, kept_free: int | None = None) -> PlannedTiers:
-        return PlannedTiers(tuple(stores), name, self._is_accelerator, kept_free)
 
     def _functions(self, spec: Functions) -> Functions:
         """The user's functions; a tensor that they cannot take without its bits stays as it is."""

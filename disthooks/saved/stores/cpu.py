@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -15,8 +15,6 @@ from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, Store, StoreReport, StoreSpec
 from disthooks.saved.stores.offload import Offload, Offloaded
-from disthooks.saved.stores.tiers import OnDevice, OpenTiered
-from disthooks.saved.stores.turns import Placed
 
 
 class _Held(Counted):
@@ -173,29 +171,9 @@ def _report(budget: ByteBudget, offloads: Sequence[Offload]) -> StoreReport:
     )
 
 
-class OpenKeeping(OpenTiered):
-    """An :class:`OnCpu` with ``keep`` at work: the devices and the host as tiers. Tensors of the CPU are in the host."""
-
-    def __init__(self, keep: int, in_flight: int, host: OnCpu) -> None:
-        super().__init__((OnDevice(keep + in_flight), host), "")
-        self._kept_free, self._host = in_flight, host
-
-    @property
-    def budget(self) -> ByteBudget:
-        return self._host.budget
-
-    def report(self) -> tuple[StoreReport, ...]:
-        """Two entries: what stays on the devices, and what is in the host."""
-        kept, host = super().report()
-        return replace(kept, name="OnCpu(keep)"), host
-
-    def _first(self, placed: Placed) -> int:
-        return 1 if placed.at is None else 0
-
-
 @register("store")
 @dataclass(frozen=True)
-class OnCpu(StoreSpec["OpenOnCpu | OpenKeeping"]):
+class OnCpu(StoreSpec["OpenOnCpu"]):
     """Keep saved tensors of a GPU in CPU memory. A tensor that is in CPU memory already stays there, without a copy.
 
     The copies run beside the computation, on streams of their own. A tensor is copied out as soon as it is saved;
@@ -203,11 +181,7 @@ class OnCpu(StoreSpec["OpenOnCpu | OpenKeeping"]):
     and the times of the reads from the last backward. The last tensors of a forward are not copied, because backward
     reads them at once.
 
-    With ``keep``, so many bytes stay on the device and are never copied: those that backward reads first, which are
-    mostly the last that forward saves. Of 40 GiB, ``OnCpu(keep="10 GiB")`` copies 30 GiB out and back.
-    The first forward moves the oldest tensors when ``keep`` is reached. From the second forward with the same sizes on,
-    there is a plan: each tensor that does not stay is sent when it is saved, from the first one on, and comes back as
-    soon as backward has freed the room for it.
+    ``Tiered(OnDevice("10 GiB"), OnCpu())`` keeps so many bytes on the device by plan: those that backward reads first.
 
     Args:
         limit: most bytes of tensors in this process at any time: an int, text such as ``"64 GiB"``, or
@@ -223,12 +197,9 @@ class OnCpu(StoreSpec["OpenOnCpu | OpenKeeping"]):
             on the device waits for a copy; the host does not wait. 512 MiB take 10 to 20 ms over a link with 25 to 55
             GB/s. If the model makes tensors faster than the link for longer than this, a larger value hides no more
             of the copies. If its operators take longer, a smaller value is enough.
-        keep: bytes of saved tensors that stay on each device beside ``in_flight``, an int or text; None or 0 for none.
-            ``keep`` is what need not be copied at all, ``in_flight`` is the room for copies under way. Together they
-            are the most bytes of saved tensors on a device at any time. They do not count against ``limit``.
 
     Raises:
-        UsageError: if ``limit``, ``in_flight`` or ``keep`` is not a size, or ``pin_memory`` is none of the three
+        UsageError: if ``limit`` or ``in_flight`` is not a size, or ``pin_memory`` is none of the three
             values.
         StoreError: in forward, if the limit is reached or the system has no memory.
 
@@ -236,42 +207,26 @@ class OnCpu(StoreSpec["OpenOnCpu | OpenKeeping"]):
     >>> x = torch.ones(3)
     >>> store.get(store.put(x)).data_ptr() == x.data_ptr()
     True
-
-    A GPU with 10 GiB to spare, in a process that may use 64 GiB of the host:
-
-    >>> store = OnCpu("64 GiB", keep="10 GiB")
-    >>> [report.name for report in store.report()]
-    ['OnCpu(keep)', 'OnCpu()']
     """
 
     takes_plans: ClassVar[bool] = True
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)
     in_flight: int | str = field(default="512 MiB", kw_only=True)
-    keep: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.pin_memory not in (True, False, "auto"):
             raise UsageError(f"OnCpu: pin_memory must be True, False or 'auto', got {self.pin_memory!r}")
         parse_bytes(self.in_flight, "OnCpu in_flight")
-        parse_bytes(0 if self.keep is None else self.keep, "OnCpu keep")
         ByteBudget(self.limit, "OnCpu")
-
-    @property
-    def can_be_tier(self) -> bool:  # type: ignore[override]
-        """Whether a ``Tiered`` takes it: not with ``keep``, because it has two places then."""
-        return not parse_bytes(self.keep or 0)
 
     @property
     def budget(self) -> ByteBudget:
         """The bytes of the host in use in this process, and their limit."""
         return self.open().budget
 
-    def _open(self) -> OpenOnCpu | OpenKeeping:
-        in_flight, keep = parse_bytes(self.in_flight), parse_bytes(self.keep or 0)
-        if keep:
-            return OpenKeeping(keep, in_flight, replace(self, keep=None))
-        return OpenOnCpu(ByteBudget(self.limit, "OnCpu"), in_flight, self.pin_memory is not False)
+    def _open(self) -> OpenOnCpu:
+        return OpenOnCpu(ByteBudget(self.limit, "OnCpu"), parse_bytes(self.in_flight), self.pin_memory is not False)
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is elsewhere than in CPU memory."""

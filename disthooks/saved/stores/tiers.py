@@ -187,7 +187,6 @@ class OpenTiered(Store):
         self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
         self.largest: dict[torch.device, int] = {}
         self.most: dict[torch.device, int] = {}
-        self._kept_free: int | None = None  # bytes of the first limit that copies on their way have for themselves
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         self._device = stores[0].open() if isinstance(stores[0], OnDevice) else None
         if self._device is not None:
@@ -204,7 +203,7 @@ class OpenTiered(Store):
             if placed.tier < 0:
                 if self._is_ahead(placed):
                     self._make_way(placed, is_planned=tier is not None)
-                self._place(placed, tensor, self._first(placed))
+                self._place(placed, tensor, 0)
         except BaseException:
             placed.drop()
             raise
@@ -331,10 +330,6 @@ class OpenTiered(Store):
         """Whether ``placed`` belongs on an accelerator, whose memory the copies on their way to lower tiers take."""
         return placed.at is not None
 
-    def _first(self, placed: Placed) -> int:
-        """The number of the nearest tier that takes ``placed``."""
-        return 0
-
     def _put_at(self, tier: int, tensor: torch.Tensor, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
         store, at, device = self.stores[tier], placed.at, placed.device
@@ -419,7 +414,7 @@ class OpenTiered(Store):
         """The bytes of each tier that a plan for tensors of ``device`` may use; None for no limit."""
         budgets = [self._budget(tier, device) for tier in range(len(self.stores))]
         limits = [None if budget is None else budget.limit for budget in budgets]
-        return [limits[0] and limits[0] - (self._kept_free or 0), *limits[1:]]
+        return [limits[0], *limits[1:]]
 
     # -- the device
 
@@ -433,7 +428,7 @@ class OpenTiered(Store):
         limit, a tensor of the largest size can be on its way while the next one comes, so that the computation need not
         wait for the copy (decision 85).
         """
-        return min(limit // 8, 2 * self.largest.get(device, 0)) if self._kept_free is None else self._kept_free
+        return min(limit // 8, 2 * self.largest.get(device, 0))
 
     def _make_way(self, placed: Placed, is_planned: bool) -> None:
         """Make room for a new tensor, which is on the device already.
@@ -525,7 +520,7 @@ class Tiered(StoreSpec["OpenTiered"]):
 
     Raises:
         UsageError: if there are fewer than two stores, if one of them cannot be a tier (``Functions``, another
-            ``Tiered``, an ``OnCpu`` with ``keep``), or if an ``OnDevice`` with stores behind it has no limit.
+            ``Tiered``), or if an ``OnDevice`` with stores behind it has no limit.
         StoreError: in forward, if the last store is full too.
 
     >>> tiers = Tiered(OnDevice(8), OnDevice(100))
@@ -541,10 +536,7 @@ class Tiered(StoreSpec["OpenTiered"]):
 
     def __init__(self, *stores: Store) -> None:
         if len(stores) < 2 or not all(isinstance(store, Store) and store.can_be_tier for store in stores):
-            raise UsageError(
-                "Tiered takes two or more stores, not Functions, no other Tiered and no OnCpu(keep=...), in place of "
-                f"which OnDevice stands in front, got {stores!r}"
-            )
+            raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
         if any(isinstance(store, OnDevice) and store.budget.limit is None for store in stores[:-1]):
             raise UsageError(
                 f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; "

@@ -108,7 +108,7 @@ def test_what_stays_fits_into_the_limit_and_moves_less_than_everything(found: li
     tiers, offload = of_kind(found, "tiers"), of_kind(found, "offload")
     assert offload.nbytes <= tiers.nbytes <= 8 * SAVED
     assert tiers.seconds < offload.seconds
-    assert "keep" in tiers.yaml
+    assert "OnDevice" in tiers.yaml
 
 
 def test_the_yaml_is_read_and_does_what_was_said(

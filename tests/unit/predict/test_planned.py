@@ -481,7 +481,7 @@ def test_memory_is_freed_when_a_store_takes_it_and_comes_back_when_it_is_read(tm
     assert found.placed.peak["host"] == 7 * nbytes
     assert found.placed.peak["in flight"] == nbytes
     assert found.report().moved == 7 * nbytes
-    left, found = alive(0, "cuda", dh.OnCpu(in_flight=nbytes, keep=2 * nbytes))
+    left, found = alive(0, "cuda", dh.Tiered(dh.OnDevice(3 * nbytes), dh.OnCpu(in_flight=nbytes)))
     assert found.placed.peak["device"] + found.placed.peak["in flight"] <= 4 * nbytes
     assert found.placed.peak["device"] >= 2 * nbytes
     left, found = alive(0, "cpu", dh.OnCpu())
@@ -592,11 +592,11 @@ def test_errors_are_those_of_disthooks() -> None:
             pass
 
 
-@pytest.mark.parametrize("way", ["OnDevice", "OnDisk", "Tiered", "OnCpu kept"])
+@pytest.mark.parametrize("way", ["OnDevice", "OnDisk", "Tiered"])
 def test_the_figures_of_stores_are_those_of_one_step_under_the_names_of_the_run(
     way: str, tmp_path: pathlib.Path
 ) -> None:
-    to = pipeline(dh.OnCpu(keep="20 KiB"), at_least="4 KiB") if way == "OnCpu kept" else PIPELINES[way](tmp_path)
+    to = PIPELINES[way](tmp_path)
     said = dh.explain(lambda: MODELS["decoder"](), plan=[("*", to)], device="cpu")
     names = [tier.name for tier in real("decoder", to).tiers]
     (report,) = said.reports
