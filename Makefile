@@ -19,7 +19,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo docs package test test-rest test-all test-full test-anywhere test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-fit bench-layer-inputs bench-threshold bench-faults bench-spikes bench-bits bench-gradients bench-clip bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
+.PHONY: demo docs package test test-rest test-all test-full test-anywhere test-torch test-with test-gpu browser bench help architecture lint type fmt clean
 
 demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -99,82 +99,16 @@ browser:
 	  echo "No browser is installed, and only root can install one: apt-get install chromium" >&2; exit 1; \
 	fi
 
-# Some 15 minutes on 2 cores and 8 GiB of room in the temporary directory, both best with nothing else running.
+# One of the scripts in benchmarks/ that `make help` lists, best with nothing else running:  make bench NAME=overhead ARGS="..."
+NAME ?= disk
 bench: $(READY)
-	$(RUN) benchmarks/disk.py --model transformer $(ARGS)
-	$(RUN) benchmarks/disk.py --model resnet152 $(ARGS)
+	$(RUN) benchmarks/$(NAME).py $(ARGS)
 
-bench-overhead: $(READY)
-	$(RUN) benchmarks/overhead.py $(ARGS)
-
-# Some 6 minutes on 2 cores; peers that are not installed are named.
-bench-gradients: $(READY)
-	$(RUN) benchmarks/gradients.py $(ARGS)
-
-# ClipNorm and the optimizer's step beside torch's clip_grad_norm_ and step: two minutes.
-bench-clip: $(READY)
-	$(RUN) benchmarks/clip.py $(ARGS)
-
-# All statistics on the CPU beside an older commit and torch's clip_grad_norm_, in turn:  make bench-reading COMMIT=v0.1.0
-bench-reading: $(READY)
-	$(RUN) benchmarks/reading.py $(COMMIT) $(ARGS)
-
-# Overhead, gradients and the transformer, beside those of an older commit, in turn:  make bench-before COMMIT=v0.1.0
-bench-before: $(READY)
-	$(RUN) benchmarks/before.py $(COMMIT) $(ARGS)
-
-# Whether thousands of saved tensors that share something take time in proportion to their number.
-bench-growth: $(READY)
-	$(RUN) benchmarks/growth.py $(ARGS)
-
-# Budgets of resident memory: what fit keeps of each, and what a step takes under it.
-bench-fit: $(READY)
-	$(RUN) benchmarks/fit.py $(ARGS)
-
-# Layers under checkpoints: their inputs in memory, moved by transformers, and moved by disthooks.
-bench-layer-inputs: $(READY)
-	$(RUN) benchmarks/layer_inputs.py $(ARGS)
-
-# Faults in the training of a small GPT on 2 to 4 ranks, and whether `disthooks report` names them: some 25 minutes.
-bench-faults: $(READY)
-	$(RUN) benchmarks/faults.py $(ARGS)
-
-# Induced spikes in the training of a GPT, under each rule, and whether the alarm comes before the loss: some 25 minutes.
-bench-spikes: $(READY)
-	$(RUN) benchmarks/spikes.py $(ARGS)
-
-# Single bits flipped on 2 and 3 ranks, and whether `disthooks diff` names them: one minute.
-bench-bits: $(READY)
-	$(RUN) benchmarks/bits.py $(ARGS)
-
-bench-threshold: $(READY)
-	$(RUN) benchmarks/threshold.py $(ARGS)
-
-# Seconds and memory of dh.explain for models of full size and 1,024 ranks, and what others predict: some 10 minutes.
-bench-explain: $(READY)
-	$(RUN) benchmarks/explain.py $(ARGS)
-
-# Predicted on fake tensors of the CPU beside measured on a GPU, 68 cases in 540 seconds; exit code 1 beyond 1% and 3%.
-bench-explain-gpu: $(READY)
-	$(RUN) benchmarks/explain_gpu.py $(ARGS)
-
-# A budget of 520 seconds: benchmarks/results/gpu.json, a table, docs/img. docs/gpu.md says what is in it.
-bench-gpu: $(READY)
-	$(RUN) benchmarks/gpu.py --budget 520 $(ARGS)
-
-# Two minutes at most: what the machine gives, and whether what all else rests on works: benchmarks/results/gpu-first.json.
-bench-gpu-first: $(READY)
-	$(RUN) benchmarks/gpu_first.py $(ARGS)
-
-# The same scripts without a GPU, on models of no size: to see that they run. CI does it too.
-bench-gpu-dry: $(READY)
-	$(RUN) benchmarks/gpu_first.py --device cpu --size tiny
-	$(RUN) benchmarks/gpu.py --device cpu --size tiny --repeats 1 --budget 300 $(ARGS)
-	$(RUN) benchmarks/explain_gpu.py --device cpu --size tiny --only "llama bf16 flash" "resnet152 fp32" "gpt2 fp32 math"
-
-# Tapes of two large models on a modelled clock and link: seconds, on any machine. No figure is measured on a GPU.
-bench-simulated: $(READY)
-	$(RUN) benchmarks/simulated.py $(ARGS)
+# The targets, and the benchmarks with what each measures.
+help:
+	@grep -E '^[a-z-]+:' Makefile | cut -d: -f1 | paste -sd' ' -
+	@for file in $$(grep -l '^    make bench' benchmarks/*.py); do \
+	  name=$$(basename $$file .py); printf '%-14s %s\n' $$name "$$(head -1 $$file | cut -c4-)"; done
 
 # What is written from the code: docs/img/architecture.svg, the list of Notes, and all that follows from @register.
 architecture: $(READY)

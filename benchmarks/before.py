@@ -1,6 +1,6 @@
 """The benchmarks of this checkout and of an older commit in turn, so that the drift of a machine meets both.
 
-    make bench-before COMMIT=v0.1.0                     # or: python benchmarks/before.py v0.1.0 --turns 5
+    make bench NAME=before ARGS=v0.1.0                     # or: python benchmarks/before.py v0.1.0 --turns 5
     python benchmarks/before.py v0.1.0 --only gradients
 
 Each turn runs every benchmark once in each of the two checkouts, each with its own script, in processes of their own;

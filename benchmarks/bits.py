@@ -1,6 +1,6 @@
 """Single bits flipped in the training of a small GPT on several ranks, and whether ``disthooks diff`` names them.
 
-    make bench-bits                          # or: python benchmarks/bits.py --bits 100
+    make bench NAME=bits                     # or: python benchmarks/bits.py --bits 100
 
 Two and three processes train the GPT of benchmarks/faults.py under DistributedDataParallel (gloo) with
 ``stats.Fingerprints()`` in every step: once as it is, and once for each flipped bit. A random bit of a random element

@@ -1,6 +1,6 @@
 """``ClipNorm`` with the optimizer's step, beside torch's ``clip_grad_norm_`` and step: the ratio of the two, in turn.
 
-    make bench-clip                          # or: python benchmarks/clip.py --threads 1 2
+    make bench NAME=clip                     # or: python benchmarks/clip.py --threads 1 2
 
 Two equal models have the same gradients in each round. One has ``ClipNorm`` attached, and its steps are not logged. In
 the other torch clips before the step. Both step by AdamW (foreach). The models have 100 or 2,000 parameters, of 64 to

@@ -1,6 +1,6 @@
 """What a prediction takes: seconds and memory of ``dh.explain`` for models of full size, beside what others predict.
 
-    make bench-explain                                       # or: python benchmarks/explain.py --only "GPT-2 XL"
+    make bench NAME=explain                                  # or: python benchmarks/explain.py --only "GPT-2 XL"
     python benchmarks/explain.py --size tiny --json out.json # small models, to see that it runs
 
 Each prediction runs in a process of its own, one after another. Its seconds are those of ``dh.explain`` and of the

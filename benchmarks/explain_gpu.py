@@ -1,6 +1,6 @@
 """How wrong ``dh.explain`` is on a GPU: saved bytes and the peak of a real step, beside what was predicted.
 
-    make bench-explain-gpu                                      # or: python benchmarks/explain_gpu.py --budget 540
+    make bench NAME=explain_gpu                                 # or: python benchmarks/explain_gpu.py --budget 540
     python benchmarks/explain_gpu.py --only "llama bf16 flash"  # one case
     python benchmarks/explain_gpu.py --device cpu --size tiny   # to see that it runs
 

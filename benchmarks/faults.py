@@ -1,6 +1,6 @@
 """Faults put into the training of a small GPT on several ranks, and whether ``disthooks report`` names them.
 
-    make bench-faults                        # or: python benchmarks/faults.py --faults 200 --clean 10000
+    make bench NAME=faults                   # or: python benchmarks/faults.py --faults 200 --clean 10000
 
 Two to four processes train a GPT of 30,000 parameters on text under DistributedDataParallel, ``fully_shard`` or ZeRO 2
 (gloo), one training after the other. In each training one fault happens, at a random step, on a random rank, in a

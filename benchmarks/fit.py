@@ -1,6 +1,6 @@
 """Budgets of resident memory on a CPU: what ``fit`` keeps of each, and what a step takes under it.
 
-    make bench-fit                             # or: python benchmarks/fit.py --rounds 5 --directory /scratch
+    make bench NAME=fit                        # or: python benchmarks/fit.py --rounds 5 --directory /scratch
 
 A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
 memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint

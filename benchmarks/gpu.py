@@ -1,6 +1,6 @@
 """Everything that is measured on a GPU, side by side in one run: saved tensors, gradients' statistics, codecs.
 
-    make bench-gpu                                   # or: python benchmarks/gpu.py --budget 520
+    make bench NAME=gpu                              # or: python benchmarks/gpu.py --budget 520
     python benchmarks/gpu.py --parts "decoder bf16" statistics --json decoder.json
     python benchmarks/gpu.py --parts --add images.json decoder.json  # no new figures: those of both as one
     python benchmarks/gpu.py --device cpu --size tiny --budget 60    # to see that it runs

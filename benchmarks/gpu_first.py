@@ -1,6 +1,6 @@
 """The first two minutes on a GPU: what the machine gives, and whether what everything else rests on works there.
 
-    make bench-gpu-first                                              # or: python benchmarks/gpu_first.py --limit 115
+    make bench NAME=gpu_first                                         # or: python benchmarks/gpu_first.py --limit 115
     python benchmarks/gpu_first.py --device cpu --size tiny           # to see that it runs
 
 In this order: the memory and the packages; the speed of page-locking; the link, one way, the other way and both at

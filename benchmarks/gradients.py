@@ -1,6 +1,6 @@
 """What is done to gradients between backward and the optimizer's step, beside what a step of training takes.
 
-    make bench-gradients                     # or: python benchmarks/gradients.py --rounds 15
+    make bench NAME=gradients                # or: python benchmarks/gradients.py --rounds 15
     python benchmarks/gradients.py --device cuda
     python benchmarks/gradients.py --sizes "100 small" "2,000 small" --threads 1 2 --foreach
 

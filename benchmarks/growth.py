@@ -1,6 +1,6 @@
 """How the time of a step grows with the number of saved tensors that share something: in proportion, or faster.
 
-    make bench-growth                          # or: python benchmarks/growth.py --count 1000 --rounds 5
+    make bench NAME=growth                     # or: python benchmarks/growth.py --count 1000 --rounds 5
 
 Five programs: one operator saves many rows of one tensor; one saves its columns; steps share a weight that is no
 Parameter; steps share a mask; a function of the user's own asks for its saved tensors many times. Each runs with

@@ -1,6 +1,6 @@
 """Every layer of a Llama under its checkpoint, and where the inputs of the layers are until backward.
 
-    make bench-layer-inputs                    # or: python benchmarks/layer_inputs.py --rounds 7 --device cuda
+    make bench NAME=layer_inputs               # or: python benchmarks/layer_inputs.py --rounds 7 --device cuda
 
 Three ways take turns, a step of each a round: the inputs stay in memory; transformers' own ``offload=True``, which puts
 torch's ``save_on_cpu`` around each checkpoint; and ``save_activations(model, "model.layers.*", store)``. The store is

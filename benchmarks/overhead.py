@@ -1,6 +1,6 @@
 """What a saved tensor costs in Python, pack and unpack together, over plain autograd and over the copy itself.
 
-    make bench-overhead                        # or: python benchmarks/overhead.py --rounds 31
+    make bench NAME=overhead                   # or: python benchmarks/overhead.py --rounds 31
 
 A chain of operations, each of which saves one tensor, is run forward and backward under each way in turn; the medians
 are printed in microseconds a tensor and written as JSON with the machine they came from. Beside them stand torch's own

@@ -1,6 +1,6 @@
 """What it costs to see a training run: all statistics of layers and ranks, and fingerprints, beside a whole step.
 
-    make bench-seeing                        # or: python benchmarks/seeing.py --rounds 9
+    make bench NAME=seeing                   # or: python benchmarks/seeing.py --rounds 9
 
 A decoder-only transformer of 100 parameters (27 million elements) takes whole steps on random tokens: forward, backward
 and AdamW. Each round makes one step of every way in turn, each round beginning with another way; medians of the ratios

@@ -1,6 +1,6 @@
 """What ways of saving tensors would cost on a GPU, without one: tapes of two models on a modelled clock.
 
-    python benchmarks/simulated.py                      # a table, and benchmarks/results/simulated.json
+    make bench NAME=simulated                           # a table, and benchmarks/results/simulated.json
     python benchmarks/simulated.py --link 25 --device 2 # a slower link and device memory, in GB/s and TB/s
 
 No figure here was measured on a GPU. ``ASSUMED`` says what is assumed, recorded and computed, and it is in the JSON.

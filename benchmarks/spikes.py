@@ -1,6 +1,6 @@
 """Spikes that are induced in the training of a GPT, what each rule makes of them, and which alarm comes first.
 
-    make bench-spikes                        # or: python benchmarks/spikes.py --seeds 10 --clean 10000 --jobs 2
+    make bench NAME=spikes                   # or: python benchmarks/spikes.py --seeds 10 --clean 10000 --jobs 2
 
 A GPT of a million parameters is trained on text (the sources of Python's standard library, as bytes) by AdamW, one
 training after the other. In each training one fault happens, at a step that the seed draws:

@@ -1,6 +1,6 @@
 """What one tensor costs to be stored on disk and brought back, by its size: from which size on it is worth it.
 
-    make bench-threshold                       # or: python benchmarks/threshold.py --rounds 9
+    make bench NAME=threshold                  # or: python benchmarks/threshold.py --rounds 9
 
 A chain of operations, each of which saves one tensor of that size, is run forward and backward with nothing and with
 everything on disk, in turn; the difference of the medians is what moving costs. One tensor in so many may be in flight,
