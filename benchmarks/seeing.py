@@ -4,7 +4,8 @@
 
 A decoder-only transformer of 100 parameters (27 million elements) takes whole steps on random tokens: forward, backward
 and AdamW. Each round makes one step of every way in turn, each round beginning with another way; medians of the ratios
-to the step without disthooks in the same round are printed, and written as JSON:
+to the step without disthooks in the same round are printed, and written as JSON. On a machine that others use,
+``OMP_NUM_THREADS=1 ... --cpu-time`` compares seconds of the CPU in place of those of the clock:
 
 - ``stats.full()`` in every step: norms, spread, largest elements, updates, activations, loss and times;
 - ``stats.Activations()`` alone;
@@ -44,7 +45,8 @@ EVERY, TENTH = 50, 10
 class Turns:
     """A model of its own for each way, because what is attached stays attached, and keeps the memory that it needs."""
 
-    def __init__(self, size: str, device: str) -> None:
+    def __init__(self, size: str, device: str, cpu_time: bool = False) -> None:
+        self._clock = time.process_time if cpu_time else time.perf_counter
         blocks, width, sequences, length = SIZES[size]
         self.tokens = torch.randint(0, 2048, (sequences, length), device=device)
         self.models, self.optimizers, self.watches = {}, {}, {}
@@ -88,7 +90,7 @@ class Turns:
     def _now(self) -> float:
         if self.tokens.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self._clock()
 
     def result(self) -> dict[str, Any]:
         over = {name: statistics.median(found) - 1 for name, found in self.ratios.items() if name != "nothing"}
@@ -111,18 +113,26 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="seconds of the CPU, which a busy machine hardly changes"
+    )
     parser.add_argument("--sizes", nargs="+", default=["100 parameters"], choices=list(SIZES))
     parser.add_argument("--json", type=pathlib.Path, default=None)
     options = parser.parse_args(words)
     results = {}
     for size in options.sizes:
-        turns = Turns(size, options.device)
+        turns = Turns(size, options.device, options.cpu_time)
         for number in range(-1, options.rounds):
             turns.round(number)
         results[size] = turns.result()
         print(size, json.dumps(results[size], indent=1))
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    machine |= {"python": platform.python_version(), "torch": torch.__version__, "rounds": options.rounds}
+    machine |= {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+        "clock": "CPU" if options.cpu_time else "wall",
+    }
     machine |= {"gpu": torch.cuda.get_device_name()} if options.device.startswith("cuda") else {}
     result = {"machine": machine, "results": results}
     out = options.json or pathlib.Path(__file__).parent / "results" / f"seeing-{options.device}.json"
