@@ -1,6 +1,6 @@
 """One model and batch, its saved tensors left alone and moved in every way there is, side by side in one process.
 
-    make bench NAME=disk                                     # or: python benchmarks/disk.py --model resnet152 --rounds 7
+    make bench NAME=disk                                   # or: python benchmarks/disk.py --model resnet152 --rounds 7
 
 The ways: nothing, torch's ``save_on_cpu``, TRL's ``OffloadActivations`` where it can run, a file a tensor as in torch's
 tutorial, disthooks on disk, and the same in bfloat16, whose gradients are not exact and which is there to be seen only.
