@@ -1,33 +1,24 @@
 """``fits``: whether a training step fits in a limit of memory, the largest batch, and the longest sequence."""
 
 # [Note: how a size is found]
-# A probe is one step on fake tensors, and takes 0.1 to 10 seconds. While the model runs the same operators, the memory
-# at each moment of the step is a polynomial of the size: of the first degree in the batch, and at most of the second in
-# the length of a sequence. So two or three probes give a polynomial for each moment, and the highest of them is the
-# peak of any size; the peak itself is no polynomial, because another moment may become the highest. If the moments of
-# two probes differ, the peaks alone are used.
+# A probe is one step on fake tensors, and takes 0.1 to 10 seconds. The size is doubled while it fits, or halved until
+# it does; two sizes that fit give a straight line, and the next is the one at which the line reaches the limit. Between
+# the largest that fits and the least that does not, a line through the two says the next size, and every third one is
+# the middle.
 #
-# The prediction only chooses the next probe. Two probes prove the answer: the largest size fits, and the next size
-# does not. The memory may become less at a larger size, because an allocator rounds, or because another kernel runs.
-# Then a still larger size may fit again. The search does not look for it.
+# A model refuses a size that is not in its table of positions, or that is not a multiple of its patches or chunks. So
+# sizes are multiples of a unit: at first of the odd part of the size that was asked for; after a refusal of the least
+# of its even multiples that does not divide the refused size. If there is none, the refused size is too large.
 #
-# [Note: sizes that are refused]
-# A model refuses a size that is not in its table of positions, or that is not a multiple of its patches or chunks.
-# After a refusal, the search takes the largest power of two that divides a size that runs, and tries the nearest
-# multiple of it. If the model takes this size, the search goes on over multiples, and at the end it divides the unit by
-# small primes as long as the model takes the result. If the model does not take this size, the search tries a multiple
-# of the size that it began with in the same way, and otherwise the numbers in the error, because the largest size is
-# often among them.
+# The memory may become less at a larger size, because an allocator rounds, or because another kernel runs. Then a still
+# larger size may fit again; the search does not look for it.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-import torch
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
@@ -43,7 +34,7 @@ MOST = 1 << 20
 MeasureOf = Callable[[Explanation], int]
 Progress = Callable[[str], None]
 
-_DEGREE: dict[What, int] = {"batch": 1, "seq": 2}
+_FARTHER = 16  # the search tries no size that is so many times the largest that is known to fit
 _CALLED: dict[What, str] = {"batch": "batch", "seq": "sequence"}
 
 
@@ -60,15 +51,11 @@ class Probe:
         size: the size.
         nbytes: its measure in bytes; 0 if the model refused the size.
         refusal: why the model refused it; "" if it ran.
-        moments: the bytes at each moment, or the measure alone.
-        operators: how many operators ran.
     """
 
     size: int
     nbytes: int
     refusal: str = ""
-    moments: tuple[int, ...] = field(default=(), repr=False)
-    operators: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,8 +162,7 @@ def fits(
     """Find out whether a step fits in ``limit`` bytes, and find the largest batch and the longest sequence that fit.
 
     The batch is searched with the sequence length of ``situation``, and the sequence with its batch. Each answer is
-    proven: this size fits, and the next one does not. If the measure grows with the size, no larger size fits. See
-    [Note: how a size is found] for models whose measure does not always grow.
+    proven: this size fits, and the next one that the search takes does not. See [Note: how a size is found].
 
     Raises:
         UsageError: if the step does not run as it was asked for, or the limit is not positive.
@@ -211,7 +197,7 @@ def fits(
 
 
 class _Search:
-    """Looks for the largest size of one kind. See [Note: how a size is found] and [Note: sizes that are refused]."""
+    """Looks for the largest size of one kind. See [Note: how a size is found]."""
 
     def __init__(
         self,
@@ -226,17 +212,10 @@ class _Search:
         self._builder, self._situation, self._limit, self._what = builder, situation, limit, what
         self._measure, self._most, self._progress = measure, most, progress
         self._probes: dict[int, Probe] = {}
-        self._low, self._high, self._unit = 0, most + 1, 1  # low fits; high does not; both are multiples of the unit
-        self._was_refused, self._start = False, 1
+        self._low, self._high, self._unit, self._start = 0, most + 1, 1, 1  # low fits, and high does not
 
     def know(self, size: int, explanation: Explanation) -> Probe:
-        nbytes = self._measure(explanation)
-        moments: tuple[int, ...] = (nbytes,)
-        if self._measure is peak:
-            moments = (*(each.total for each in explanation.timeline.samples), explanation.first_bytes)
-        step = explanation.with_plan or explanation.step
-        probe = Probe(size, nbytes, "", moments, len(step.record.operators))
-        self._probes[size] = probe
+        probe = self._probes[size] = Probe(size, self._measure(explanation))
         return probe
 
     def at(self, size: int) -> Probe:
@@ -265,137 +244,54 @@ class _Search:
         return not probe.refusal and probe.nbytes <= self._limit
 
     def largest(self, start: int, patience: float) -> Largest:
-        end = time.monotonic() + patience
-        self._start = start
+        end, self._start, self._unit = time.monotonic() + patience, start, start // (start & -start)
         self._most = max(self._most, start)
         self._high = self._most + 1
-        self._settle(self.at(start))
-        sizes = self._sizes()
-        for size in sizes:
+        size: int | None = start
+        while size is not None:
+            self._settle(self.at(size))
+            size = self._next(size)
             if time.monotonic() >= end:
                 break
-            self._settle(self.at(size))
-        return self._found(self._high - self._low > self._unit)
+        return self._found(is_unfinished=size is not None)
 
     def _settle(self, probe: Probe) -> None:
+        size = probe.size
         if self.does_fit(probe):
-            self._low = max(self._low, probe.size)
-        else:
-            self._high = min(self._high, probe.size)
-
-    def _sizes(self) -> Iterator[int]:
-        """The sizes to be tried, until there is none between the largest that fits and the least that does not."""
-        widths: list[int] = []
-        while self._high - self._low > self._unit:
-            refused = self._probes.get(self._high)
-            if refused is not None and refused.refusal and not self._was_refused:
-                self._was_refused = True
-                yield from self._multiple(refused.size)
-                continue
-            is_open = self._high > self._most
-            widths = [] if is_open else [*widths, self._high - self._low]
-            is_slow = len(self._probes) > 5 if is_open else len(widths) > 2 and 2 * widths[-1] > widths[-3]
-            yield self._next(is_open, is_slow)
-        for part in (2, 3, 5, 7) if self._low else ():
-            while self._unit % part == 0:
-                before, smaller = self._high, self._unit // part
-                while (size := self._low + smaller) < self._high:
-                    yield size
-                    if self._probes[size].refusal:
-                        break
-                if size in self._probes and self._probes[size].refusal:
-                    self._high = before
-                    break
-                self._unit = smaller
-
-    def _multiple(self, refused: int) -> Iterator[int]:
-        """Find whether the model takes multiples only, after it refused a size."""
-        for unit in dict.fromkeys((self._low & -self._low, self._start)):
-            if self._unit == 1 and unit > 1 and self._low % unit == 0 and refused % unit:
-                yield from self._multiple_of(unit, refused)
-
-    def _multiple_of(self, unit: int, refused: int) -> Iterator[int]:
-        size = max(refused // unit * unit, self._low + unit)
-        if size > self._most:
+            self._low = max(self._low, size)
             return
-        before = self._high
-        if size < before:
-            yield size
-        elif self.at(size).refusal:
-            return
-        if not self._probes[size].refusal:
-            # The refused size says nothing of multiples.
-            self._unit = unit
-            tried = [each for each in self._probes.values() if each.size % unit == 0 and not self.does_fit(each)]
-            self._high = min([each.size for each in tried], default=-(-(self._most + 1) // unit) * unit)
-            if self.does_fit(self._probes[size]):
-                self._low = max(self._low, size)
+        while probe.refusal and self._unit < self._start and size % self._unit == 0:
+            self._unit *= 2
+        if size % self._unit == 0:
+            self._high = min(self._high, size)
 
-    def _next(self, is_open: bool, is_slow: bool) -> int:
-        """The next size between the largest that fits and the least that does not."""
+    def _next(self, size: int) -> int | None:
+        """The next size between the largest that fits and the least that does not; None if there is none."""
         low, high, unit = self._low, self._high, self._unit
-        first, last = low + unit, high - unit
-        refusal = "" if is_open else self._probes[high].refusal if high in self._probes else ""
-        if refusal:
-            named = [int(each) // unit * unit for each in re.findall(r"\d+", refusal)]
-            hints = [each for each in named if first <= each <= last and each not in self._probes]
-            if hints or low in named:
-                return max(hints) if hints else first
-        elif is_open or not is_slow:
-            last = min(last, self._farthest()) if is_open else last
-            guess = self._predicted(low, last) // unit * unit
-            if is_open and is_slow:
-                guess = max(guess, 2 * low)
-            return max(first, min(guess, max(first, last)))
-        return max(first, (low + high) // 2 // unit * unit)
+        first, last = (low // unit + 1) * unit, (high - 1) // unit * unit
+        if first > last:
+            return None
+        is_open = high > self._most
+        middle = 2 * low if is_open else (low + high) // 2 if low else size // 2
+        at_limit = self._at_limit(is_open) if is_open or len(self._probes) % 3 else None
+        if at_limit is not None:
+            middle = min(at_limit, _FARTHER * low) if is_open else at_limit
+        return max(first, min(last, middle // unit * unit))
 
-    def _farthest(self) -> int:
-        """The largest size that may be tried next, while no size is known that does not fit.
-
-        The time of a probe may grow with the size, if operators run once for each token. So the size is only doubled,
-        unless two probes ran as many operators.
-        """
-        ran = [each for each in self._probes.values() if not each.refusal]
-        is_steady = len(ran) > 1 and len({each.operators for each in ran}) == 1
-        return self._most if is_steady else min(self._most, 2 * self._low)
-
-    def _predicted(self, low: int, high: int) -> int:
-        """The largest size in this range of which the known probes say that it fits; half of ``high`` without any."""
-        points = self._points()
-        if len(points) < 2:
-            return high if low else (high + 1) // 2
-        sizes = [each.size for each in points]
-        table = torch.tensor([each.moments for each in points], dtype=torch.float64)
-
-        def total(size: int) -> float:
-            weights = []
-            for this in sizes:
-                weight = 1.0
-                for other in sizes:
-                    if other != this:
-                        weight *= (size - other) / (this - other)
-                weights.append(weight)
-            return float((torch.tensor(weights, dtype=torch.float64) @ table).max())
-
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if total(middle) <= self._limit + 0.5 else (low, middle - 1)
-        return low
-
-    def _points(self) -> list[Probe]:
-        """The probes whose polynomials predict: those that are nearest to the limit and have the same moments."""
-        ran = [each for each in self._probes.values() if not each.refusal]
-        ran.sort(key=lambda each: abs(each.nbytes - self._limit))
-        number = _DEGREE[self._what] + 1
-        same = [each for each in ran if len(each.moments) == len(ran[0].moments)]
-        if len(same) > 1:
-            return same[:number]
-        return [replace(each, moments=(each.nbytes,)) for each in ran[:number]]
+    def _at_limit(self, is_open: bool) -> int | None:
+        """Where a straight line through two probes reaches the limit; None if they give no line that grows."""
+        fitting = sorted(each for each, probe in self._probes.items() if self.does_fit(probe))
+        ends = fitting[-2:] if is_open else [self._low, self._high]
+        ran = [self._probes[each] for each in ends if each in self._probes and not self._probes[each].refusal]
+        if len(ran) < 2 or ran[1].nbytes <= ran[0].nbytes:
+            return None
+        below, above = ran
+        return below.size + (self._limit - below.nbytes) * (above.size - below.size) // (above.nbytes - below.nbytes)
 
     def _found(self, is_unfinished: bool) -> Largest:
         what, low, called = self._what, self._low, _CALLED[self._what]
         best, ran = self._probes.get(low), [each for each in self._probes.values() if not each.refusal]
-        above = self._probes.get(low + self._unit)
+        above = self._probes.get(self._high)
         nbytes = best.nbytes if best is not None and low else 0
         next_nbytes = None if above is None or above.refusal else above.nbytes
         next_size = None if above is None else above.size
@@ -405,7 +301,9 @@ class _Search:
             text = f"the {largest} {called} is {least}{low}, with {_exact(nbytes, next_nbytes)}"
         else:
             tried = " that was tried" if is_unfinished else ""
-            text = f"no {called}{tried} fits" + ("" if above is None or above.refusal else ", not even 1")
+            text = f"no {called}{tried} fits" + (
+                "" if is_unfinished or above is None or above.refusal else f", not even {above.size}"
+            )
         if is_unfinished:
             end: Literal["limit", "refused", "most", "patience", "unset"] = "patience"
             text += f"; the time of the search was over, so a {'larger' if low else 'smaller'} one may fit"
@@ -423,7 +321,7 @@ class _Search:
             over = format_bytes(above.nbytes - self._limit)
             text += f"{'; ' if low else ': '}{above.size} needs {_exact(above.nbytes, nbytes)}, {over} too much"
         if self._unit > 1:
-            text += f" (the model takes only multiples of {self._unit})"
+            text += f" (multiples of {self._unit} were tried)"
         return Largest(what, low, nbytes, next_size, next_nbytes, end, text, len(self._probes))
 
 

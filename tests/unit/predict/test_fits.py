@@ -58,7 +58,7 @@ def test_the_largest_batch_is_that_of_the_closed_form() -> None:
     assert found.batch.end == "limit"
     assert found.does_fit
     assert found.change is None
-    assert found.batch.probes <= 4
+    assert found.batch.probes <= 6
 
 
 def test_the_longest_sequence_of_quadratic_memory_is_the_one_that_a_scan_finds() -> None:
@@ -80,7 +80,7 @@ def test_the_longest_sequence_of_quadratic_memory_is_the_one_that_a_scan_finds()
     assert found.seq.size is not None
     assert nbytes(found.seq.size) <= limit < nbytes(found.seq.size + 1)
     assert found.seq.nbytes == nbytes(found.seq.size)
-    assert found.seq.probes <= 6
+    assert found.seq.probes <= 9
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
@@ -101,7 +101,7 @@ def test_everything_fits_up_to_the_end_of_the_search() -> None:
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 40, sizes=["batch"], most=1000)
     assert found.batch is not None
     assert (found.batch.size, found.batch.end, found.batch.next_size) == (1000, "most", None)
-    assert found.batch.probes == 3  # 8, 16, 1000
+    assert found.batch.probes == 4  # 8, 16, 256, 1000
     assert found.batch.text.startswith("the largest batch is at least 1000, with")
 
 
@@ -116,7 +116,7 @@ def test_a_table_of_positions_is_the_end_of_a_sequence() -> None:
 
     found = fits(Builder(Learned, (torch.zeros(2, 16, dtype=torch.int64),)), ON_CPU, 1 << 30, sizes=["seq"])
     assert found.seq is not None
-    assert (found.seq.size, found.seq.end, found.seq.next_size) == (96, "refused", 97)
+    assert (found.seq.size, found.seq.end, found.seq.next_size) == (96, "refused", 112)
     assert "wpe has 96 positions" in found.seq.text
     assert "at least" not in found.seq.text
 
@@ -161,7 +161,7 @@ def test_a_function_that_takes_the_batch_gets_it() -> None:
     found = fits(Builder(build), ON_CPU, 1 << 20, sizes=["batch"])
     assert found.batch is not None
     assert found.batch.size in seen
-    assert found.batch.size + 1 in seen
+    assert found.batch.next_size in seen
 
 
 def test_a_step_that_is_too_large_comes_down() -> None:
@@ -231,14 +231,14 @@ class Dozens(nn.Module):
 
 
 @pytest.mark.parametrize("start", [12, 36])
-def test_a_model_that_takes_multiples_of_no_power_of_two_has_its_largest(start: int) -> None:
+def test_a_model_that_takes_multiples_alone_is_asked_for_multiples_of_what_was_given(start: int) -> None:
     situation = Situation(device="cpu", loss=oracle.loss_of)
     found = fits(Builder(Dozens(), (torch.empty(start, 64),)), situation, 1_000_000, sizes=["batch"]).batch
     assert found is not None
     assert found.size is not None
-    assert (found.size % 12, found.next_size, found.end) == (0, found.size + 12, "limit")
+    assert (found.size % start, found.next_size, found.end) == (0, found.size + start, "limit")
     peaks = [
         oracle.measure(Dozens(), torch.ones(size, 64), tracker=False).peak_bytes
-        for size in (found.size, found.size + 12)
+        for size in (found.size, found.size + start)
     ]
     assert peaks == [found.nbytes, found.next_nbytes]
