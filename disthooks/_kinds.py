@@ -50,7 +50,6 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "stat": {
         "Activations": "disthooks.grads.stats.forward:Activations",
-        "Agreement": "disthooks.grads.stats.across_ranks:Agreement",
         "Extremes": "disthooks.grads.stats.elements:Extremes",
         "Fingerprints": "disthooks.grads.stats.fingerprints:Fingerprints",
         "Histogram": "disthooks.grads.stats.elements:Histogram",

@@ -28,7 +28,6 @@ watch = dh.gradients(
         dh.stats.Updates(),  # how far the optimizer moved the parameters
         dh.stats.Spread(),  # how the ranks' own gradients differ, before they are averaged
         dh.stats.NoiseScale(batch_size=8),  # from the micro-batches of each rank
-        dh.stats.Agreement("4.*"),
     ],
     groups={"first": "0.*", "biases": "*.bias"},
     every=1,
@@ -60,7 +59,6 @@ assert abs(record["grad_abs_q50"] - median) <= 0.25 * median
 assert sum(record["grad_histogram"]["counts"]) == whole.numel()
 assert record["grad_norm/group/first"] < record["grad_norm"]
 assert record["grad_norm/min_rank"] <= record["grad_norm/mean_rank"] <= record["grad_norm/max_rank"]
-assert record["grad_cosine/min_rank"] > 0
 assert 1e-5 < record["update_ratio"] < 1e-1
 assert watch.report().collectives == ((0, 3) if world > 1 else (0, 0))
 

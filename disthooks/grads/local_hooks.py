@@ -45,14 +45,12 @@ class LocalNeeds(NamedTuple):
     Attributes:
         logged: the facts that a step needs if it is logged.
         always: the facts that every step needs.
-        accumulated: the parameters whose gradients are added up in a step that is logged, as indices of the engine.
         is_required: whether a statistic needs every gradient: then it is an error if no hook sees a gradient.
         print_every: every how many steps fingerprints are needed, if they are.
     """
 
     logged: frozenset[LocalFact]
     always: frozenset[LocalFact]
-    accumulated: frozenset[int]
     is_required: bool
     print_every: int = 1
 
@@ -66,7 +64,6 @@ class LocalNeeds(NamedTuple):
             always=frozenset(
                 fact for part in plan.rounds for measure in part.always.uses for fact in measure.local_facts
             ),
-            accumulated=frozenset(indices[i] for measure in measures for i in measure.accumulates(plan.shards)),
             is_required=bool(logged),
             print_every=max([1, *(stat.forward_needs().prints for stat in stats)]),
         )
@@ -217,7 +214,4 @@ class LocalGradientHooks:
             stats = stats._replace(
                 fingerprint=mine if stats.fingerprint is None else stats.fingerprint * signed64(GOLDEN) + mine
             )
-        if self._is_logged and index in self._needs.accumulated:
-            total = grad.clone() if stats.accumulated is None else stats.accumulated + grad
-            stats = stats._replace(accumulated=total)
         self._stats[index], self._last_backward[index] = stats, backward_id()

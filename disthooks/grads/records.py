@@ -25,14 +25,13 @@
 # What goes wrong between two logged steps is seen in the next one, when it has spread. So the numbers of the last steps
 # that are not logged can stay on the device, merged over the ranks as those of a logged step. Nothing copies them until
 # something happens: a step that is not finite, or a norm above the mean of the 128 before by six standard deviations,
-# the rule of OLMo's monitor. Then they become records, and so do those of the next few steps. Every rank measures them
+# the limit of SkipSpike. Then they become records, and so do those of the next few steps. Every rank measures them
 # in every step, so ranks that notice it at different times make the same collectives. A statistic that keeps a state
 # from one logged step to the next gets a copy of it for them.
 
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,15 +43,14 @@ import torch
 from disthooks._ranks import global_rank
 from disthooks._streams import current_stream, event_on, on_accelerator
 from disthooks.grads.plan import StepPlan, Vectors
+from disthooks.grads.rules.history import History
 from disthooks.grads.sinks.base import RecordWriter
 from disthooks.grads.stats.base import Found, Measure, Stat, State
 from disthooks.grads.stats.nonfinite import NonFiniteCount, OwnLead, OwnNonFinite, leader, ranks_in
 from disthooks.grads.stats.norms import Power
 
 _MOST_NAMED = 10  # parameters that a record names
-_NORMS = 128  # see [Note: recent steps]
-_DEVIATIONS = 6.0
-_FEWEST = 16  # norms without which nothing is a spike
+_NORMS = History(window=128, least=16, sigmas=6.0)  # see [Note: recent steps]
 _AFTER = 8  # steps after one that something happened in
 
 
@@ -192,7 +190,8 @@ class _WatchedStep(NamedTuple):
         step: the number of the step.
         sizes: how many numbers there are of each kind: the "sizes" of gradients (counts of non-finite elements, or
             norms) and the "marks" of ranks, one for each parameter; the "decision" about leaving the step out, if a
-            rule decides; the sum of "squares" of all gradients; and the sums that tell the rank that "leads".
+            rule decides; the sum of "squares" of all gradients; whether their norm is a "spike"; and the sums that tell
+            the rank that "leads".
         copy: all numbers in one tensor.
     """
 
@@ -247,7 +246,7 @@ class WatchedSteps:
         self.has_norm = len(first.get(Power(2.0), ())) == len(plan.shards) > 0
         self._has_lead = OwnLead() in first and len(ranks) > 1
         self._peak: _Peak | None = None
-        self._norms: deque[float] = deque(maxlen=_NORMS)
+        self._norms: dict[str, torch.Tensor] = {}
         self.spikes: list[int] = []
         self._unlogged = 0  # steps since the last record
         self.count = 0
@@ -273,6 +272,8 @@ class WatchedSteps:
         if self.has_norm:
             values = self._plan.rounds[0].layout(is_logged).unpack(merged[0])
             numbers["squares"] = values[Power(2.0)].sum().reshape(1)
+            if self._finds_spikes:
+                numbers["spike"] = self._is_spike(numbers["squares"].sqrt())
             if self._has_lead:
                 numbers["leads"] = values[OwnLead()][:3]  # of the first scope, which is all parameters
         if numbers:
@@ -295,19 +296,17 @@ class WatchedSteps:
         """Keep the norm of this step if it is the largest since the last record."""
         norm = math.sqrt(float(numbers["squares"]))
         self._unlogged += 1
-        if self._finds_spikes:
-            self._find_spike(step, norm)
+        self.spikes += [step] if bool(numbers.get("spike", 0.0)) else []
         if math.isfinite(norm) and (self._peak is None or norm > self._peak.norm):
             rank = leader(numbers["leads"].tolist(), self._ranks) if self._has_lead else None
             self._peak = _Peak(norm, step, rank)
 
-    def _find_spike(self, step: int, norm: float) -> None:
-        if len(self._norms) >= _FEWEST:
-            mean = statistics.fmean(self._norms)
-            deviation = math.sqrt(statistics.fmean([(each - mean) ** 2 for each in self._norms]))
-            self.spikes += [step] if norm > mean + _DEVIATIONS * deviation > 0 else []
-        if math.isfinite(norm) and norm > 0:  # a norm of 0 says nothing about how large gradients are
-            self._norms.append(norm)
+    def _is_spike(self, norm: torch.Tensor) -> torch.Tensor:
+        self._norms = self._norms or _NORMS.start("norm", (1,), norm.device)
+        is_spike = norm > _NORMS.limit(self._norms, "norm")
+        # A norm of 0 says nothing about how large gradients are.
+        _NORMS.push(self._norms, "norm", norm, norm.isfinite() & (norm > 0))
+        return is_spike.double()
 
     def take_peak(self) -> dict[str, Any]:
         """The largest norm since the last call, for the record of the step that was read last; {} for one step alone.

@@ -99,8 +99,6 @@ def _wrong_gradients() -> dict[str, Callable[[], Any]]:
         "stats.Norm(0)": lambda: dh.stats.Norm(0.0),
         "stats.Histogram(quantiles=[2])": lambda: dh.stats.Histogram(quantiles=(2.0,)),
         "stats.NoiseScale(0)": lambda: dh.stats.NoiseScale(0),
-        "stats.Agreement([])": lambda: dh.stats.Agreement([]),
-        "stats.Agreement(no match)": lambda: _watch(stats=[dh.stats.Agreement("head.*")]),
         "gradients()": lambda: _watch(),
         "gradients(every=0)": lambda: _watch(stats=[norm], every=0),
         "gradients(stats=[1])": lambda: _watch(stats=[1]),

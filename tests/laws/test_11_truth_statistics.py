@@ -393,66 +393,6 @@ def test_one_batch_size_gives_no_noise_scale_and_one_warning() -> None:
     assert [str(w.message)[:10] for w in caught if "NoiseScale" in str(w.message)] == ["NoiseScale"]
 
 
-def _micro(ranks: int) -> list[list[dict[str, torch.Tensor]]]:
-    model = make("plain", torch.float64)
-    return [[_gradients(model, 0, rank, micro) for micro in range(MICRO)] for rank in range(ranks)]
-
-
-def _agreement(rank: int) -> dict[str, Any]:
-    model = make("ddp", torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    agreement = stats.Agreement(["mid.*", "head.*"], per_parameter=True)
-    with dh.gradients(model, optimizer, stats=[agreement], groups=MID) as watch:
-        for micro in range(MICRO):
-            with model.no_sync() if micro == 0 else contextlib.nullcontext():
-                _loss(model, 0, micro, "ddp", rank).backward()
-        optimizer.step()
-    return watch.latest
-
-
-@pytest.mark.dist
-def test_cosines_equal_float64_by_hand(ranks: Ranks) -> None:
-    own = [{n: sum(g[n] for g in micro) for n in micro[0]} for micro in _micro(2)]
-    final = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
-    names = [name for name in final if name.startswith(("mid", "head"))]
-    for suffix, scope in (("", names), ("/group/mid", names[:-1]), ("/param/head.weight", names[-1:])):
-        flat = [torch.cat([grads[name].flatten() for name in scope]) for grads in (*own, final)]
-        cosines = [float(nn.functional.cosine_similarity(flat[rank], flat[2], dim=0)) for rank in range(2)]
-        for found in ranks(_agreement):
-            assert close(found[f"grad_cosine/mean_rank{suffix}"], sum(cosines) / 2, 1e-9)
-            assert close(found[f"grad_cosine/min_rank{suffix}"], min(cosines), 1e-9)
-            assert found[f"grad_cosine/argmin_rank{suffix}"] == cosines.index(min(cosines))
-            assert "grad_cosine/min_rank/param/embed.weight" not in found
-
-
-def test_a_gradient_agrees_with_itself_and_zero_with_nothing() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[stats.Agreement("*")], every=1) as watch:
-        for factor in (1.0, 0.0):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 2)).sum() * factor).backward()
-            optimizer.step()
-            watch.flush()
-            if factor:
-                assert watch.latest["grad_cosine/min_rank"] == pytest.approx(1.0)
-    assert math.isnan(watch.latest["grad_cosine/mean_rank"])
-    assert watch.latest["grad_cosine/argmin_rank"] is None
-
-
-def _sharded(rank: int) -> bool:
-    model = make("fsdp2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.raises(dh.errors.UsageError, match=r"under FSDP2 no rank has all .* 'embed\.weight'.*use DDP"):
-        dh.gradients(model, optimizer, stats=[stats.Agreement("embed.*")])
-    return not optimizer._optimizer_step_pre_hooks
-
-
-@pytest.mark.dist
-def test_agreement_is_refused_where_gradients_are_sharded(ranks: Ranks) -> None:
-    assert ranks(_sharded) == [True] * 2
-
-
 def _tensor_parallel(rank: int, kind: Any) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -480,7 +420,7 @@ def test_local_norms_are_taken_in_logged_steps_only() -> None:
     assert [record["step"] for record in _watched(0, "plain", steps=4, every=3)] == [0, 0, 0, 3]
     model, looked = make("plain"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[stats.Spread(), stats.Agreement()], every=3) as watch:
+    with dh.gradients(model, optimizer, stats=[stats.Spread()], every=3) as watch:
         for step in range(4):
             loss_of(model, step, "plain").backward()
             looked.append(len(watch._runner.local_hooks._stats))
@@ -495,8 +435,7 @@ def _unused(rank: int) -> dict[str, Any]:
     inner.forward = lambda x: inner[0](x) if rank else inner[1](inner[0](x))
     model = nn.parallel.DistributedDataParallel(inner, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watched = [stats.Spread(per_parameter=True), stats.Agreement(per_parameter=True)]
-    with dh.gradients(model, optimizer, stats=watched) as watch:
+    with dh.gradients(model, optimizer, stats=[stats.Spread(per_parameter=True)]) as watch:
         model(torch.randn(4, 3)).square().sum().backward()
         optimizer.step()
     return watch.latest
@@ -507,8 +446,6 @@ def test_a_rank_without_a_gradient_takes_part(ranks: Ranks) -> None:
     for found in ranks(_unused):
         assert (found["grad_norm/min_rank/param/1.weight"], found["grad_norm/argmin_rank/param/1.weight"]) == (0, 1)
         assert found["grad_norm/max_rank/param/1.weight"] > 0
-        assert found["grad_cosine/mean_rank/param/1.weight"] == pytest.approx(1.0)  # of rank 0 alone
-        assert found["grad_cosine/min_rank/param/1.weight"] == pytest.approx(1.0)
 
 
 NAN = math.nan

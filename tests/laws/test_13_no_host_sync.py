@@ -121,7 +121,7 @@ STATS: list[Any] = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAb
 STATS += [stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(per_parameter=True), stats.Weights()]
 
 
-STATS += [stats.Updates(), stats.Spread(), stats.NoiseScale(), stats.Agreement("head.*")]
+STATS += [stats.Updates(), stats.Spread(), stats.NoiseScale()]
 STATS += [stats.Updates(per_parameter=True), stats.RankMaxAbs(per_parameter=True), stats.Loss(), stats.Times()]
 STATS += [stats.Activations(), stats.Fingerprints(), stats.SpikeScore(), stats.OptimizerState()]
 

@@ -75,7 +75,7 @@ STATS: dict[str, Callable[[], Any]] = {
         "Weights",
         "Zeros",
     )
-} | {"NoiseScale": lambda: stats.NoiseScale(4), "Agreement": lambda: stats.Agreement("norm.*")}
+} | {"NoiseScale": lambda: stats.NoiseScale(4)}
 
 
 def _asked_for(spec: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class TestRules(RuleTests):
 
 
 APART = ("Loss", "NoiseScale", "Times")  # two trainings never have the same times, and only a loop has the loss
-OF_RANKS = ("Activations", "Agreement", "Fingerprints", "RankMaxAbs", "Spread")
+OF_RANKS = ("Activations", "Fingerprints", "RankMaxAbs", "Spread")
 
 
 class TestStats(StatTests):

@@ -18,6 +18,7 @@ from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import Rule, State, Work, check_count, check_positive, number
 from disthooks.grads.rules.clip import clip_to
+from disthooks.grads.rules.history import History
 from disthooks.grads.stats.base import Measure, onto, wide
 from disthooks.grads.stats.elements import UnitSquares, pieces
 from disthooks.grads.stats.norms import Power, norm_label
@@ -42,7 +43,7 @@ class ClipPercentile(Rule):
     Args:
         percentile: from 0 (the smallest norm in the history) to 100 (the largest); the paper uses 10.
         window: how many norms are kept; each takes 8 bytes.
-        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
+        norm_type: the order of the norm: any number above 0 and up to 6, or ``math.inf``.
 
     Raises:
         UsageError: when an argument is out of its range.
@@ -83,11 +84,7 @@ class ClipPercentile(Rule):
     def rewrite(self, work: Work) -> None:
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
         norms, count, is_valid = state["norms"], state["count"], torch.isfinite(norm) & (norm > 0)
-        # The norms are a ring, and the oldest one is overwritten. Only the device knows the count, so the count is
-        # compared with all places of the ring. See [Note: no host sync] in grads/records.py.
-        here = torch.arange(self.window, device=norms.device) == count % self.window
-        norms.copy_(torch.where(here & is_valid, norm, norms))
-        count.add_(is_valid)
+        History.put(norms, count, norm, is_valid)
         # Before the first norm nothing is clipped.
         threshold = torch.where(count > 0, percentile(norms, count, self.percentile), norm)
         clip_to(work, self.norm_type, norm, threshold)
@@ -145,7 +142,7 @@ class ClipZScore(Rule):
         eps: added to the standard deviation; positive.
         to: the norm that an outlier is clipped to.
         max_norm: the largest norm in any case; None for no such limit. It does not enter mean and variance.
-        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
+        norm_type: the order of the norm: any number above 0 and up to 6, or ``math.inf``.
 
     Raises:
         UsageError: when an argument is out of its range.

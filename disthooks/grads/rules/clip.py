@@ -101,7 +101,7 @@ class ClipNorm(Rule):
         max_norm: the largest norm; positive and finite. A dict of steps and norms is a schedule:
             ``{0: 5.0, 1000: 1.0}`` goes from 5 to 1 in the first thousand steps in equal parts, and stays at 1. A
             function of the step must return the same on every rank. Steps are those that the attachment has counted.
-        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
+        norm_type: the order of the norm: any number above 0 and up to 6, or ``math.inf``.
         by: "all" for one norm of all gradients together; "parameter" for a norm of each parameter.
 
     Raises:

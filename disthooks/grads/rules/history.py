@@ -45,7 +45,7 @@ class History:
     def mean(self, state: State, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean and the standard deviation; NaN if there are too few numbers."""
         numbers, count = state[f"{name}_history"], state[f"{name}_count"].clamp(max=self.window)
-        is_there = self._places(numbers) < count
+        is_there = _places(numbers) < count
         mean = numbers.sum(0) / count
         deviations = torch.where(is_there, numbers - mean, 0.0)
         return mean, (deviations.square().sum(0) / (count - 1)).sqrt()
@@ -69,11 +69,19 @@ class History:
 
     def push(self, state: State, name: str, number: torch.Tensor, is_valid: torch.Tensor) -> None:
         """Put ``number`` into the history, where ``is_valid`` is true."""
-        numbers, count = state[f"{name}_history"], state[f"{name}_count"]
+        self.put(state[f"{name}_history"], state[f"{name}_count"], number, is_valid)
+
+    @staticmethod
+    def put(numbers: torch.Tensor, count: torch.Tensor, number: torch.Tensor, is_valid: torch.Tensor | bool) -> None:
+        """Write ``number`` over the oldest of ``numbers`` and count it, where ``is_valid`` is true.
+
+        This is for states whose tensors have other names than those of :meth:`start`.
+        """
         # Only the device knows the count, so it is compared with all places.
-        is_here = (self._places(numbers) == count % self.window) & is_valid
+        is_here = (_places(numbers) == count % len(numbers)) & is_valid
         numbers.copy_(torch.where(is_here, number, numbers))
         count.add_(is_valid)
 
-    def _places(self, numbers: torch.Tensor) -> torch.Tensor:
-        return torch.arange(self.window, device=numbers.device).view(-1, *[1] * (numbers.ndim - 1))
+
+def _places(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(numbers), device=numbers.device).view(-1, *[1] * (numbers.ndim - 1))

@@ -182,9 +182,7 @@ class CountSpikes(SkipSpike):
 
     def rewrite(self, work: Work) -> None:
         spike, last, steps = self.compare(work), work.state["last"], work.state["steps"]
-        is_here = torch.arange(_ROLLING, device=last.device) == steps % _ROLLING
-        last.copy_(torch.where(is_here, spike, last))
-        steps.add_(1)
+        History.put(last, steps, spike, True)
         total, rolling = work.state["total"].double(), last.sum().double()
         work.log.clear()
         work.log.update(spike_score=rolling / steps.clamp(max=_ROLLING), spike_score_total=total / steps)

@@ -1,7 +1,7 @@
 """Statistics of the ranks' own gradients before any reduction, with their measures.
 
-``Spread`` compares the norms of the ranks' gradients, and ``Agreement`` compares their directions. ``NoiseScale``
-estimates how large a batch may be before more examples help little.
+``Spread`` compares the norms of the ranks' gradients. ``NoiseScale`` estimates how large a batch may be before more
+examples help little.
 """
 
 # [Note: a rank's norm]
@@ -15,19 +15,17 @@ estimates how large a batch may be before more examples help little.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from disthooks._match import match
 from disthooks._registry import register
 from disthooks.engines.base import Engine, Shard
 from disthooks.errors import UsageError
-from disthooks.grads.collectives import NO_NUMBER, from_sortable, rank_of, to_sortable, with_rank
+from disthooks.grads.collectives import from_sortable, rank_of, to_sortable, with_rank
 from disthooks.grads.stats.base import (
     Fact,
     Found,
@@ -190,138 +188,6 @@ def micro_batches(local: Local) -> int:
     """How many backward passes this rank has made since the last step."""
     # A parameter that a backward did not use has fewer norms, so the largest number counts.
     return max((len(stats.norms) for stats in local.local_stats), default=0)
-
-
-@functools.lru_cache(maxsize=8)
-def _matching(patterns: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
-    """The indices of the names that match. The names are the same in every step, so they are matched once."""
-    chosen = {name for name, _ in match([(name, None) for name in names], patterns, "parameter")}
-    return tuple(i for i, name in enumerate(names) if name in chosen)
-
-
-@dataclass(frozen=True)
-class _Cosine(_OwnGradients):
-    """The cosine between this rank's own gradient and the final one, for each scope.
-
-    It is computed from three inner products, which one rank can find alone only if it has all of the final gradient.
-
-    Attributes:
-        patterns: globs over the names of the parameters that are compared.
-    """
-
-    patterns: tuple[str, ...]
-    facts: ClassVar[frozenset[Fact]] = frozenset({"dot", "accumulated", "final"})
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"accumulated"})
-
-    def width(self, shard: Shard | None) -> int:
-        return 2
-
-    def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
-        return _matching(self.patterns, tuple(shard.name for shard in shards))
-
-    def cosines(self, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosine of each scope, and whether there is one. There is none if one of the two gradients is zero."""
-        found = compute_facts(local, self.facts)
-        table = torch.stack([found["dot"], found["accumulated"], found["final"]])
-        compared = set(self.accumulates(local.shards))
-        rows = torch.stack(
-            [take(table, [i for i in places if i in compared]).sum(-1) for places in local.scopes], dim=1
-        )
-        dot, own, final = torch.cat([rows, table], dim=1) if self.each else rows
-        has_cosine = (own != 0) & (final != 0)
-        return dot / (own.sqrt() * final.sqrt()), has_cosine  # two roots: the product of the squares may overflow
-
-
-@dataclass(frozen=True)
-class CosineSums(_Cosine):
-    merge: ClassVar[Merge] = "sum"
-
-    def local(self, local: Local) -> torch.Tensor:
-        cosine, has_cosine = self.cosines(local)
-        return torch.stack([has_cosine.double(), torch.where(has_cosine, cosine, 0.0)], dim=1).flatten()
-
-
-@dataclass(frozen=True)
-class CosineLowest(_Cosine):
-    """For each scope two keys: of the negated smallest cosine, and of the rank that has it."""
-
-    merge: ClassVar[Merge] = "max"
-
-    def local(self, local: Local) -> torch.Tensor:
-        cosine, has_cosine = self.cosines(local)
-        keys = torch.stack([to_sortable(-cosine), with_rank(-cosine, local.position)], dim=1)
-        return torch.where(has_cosine[:, None], keys, NO_NUMBER).flatten()
-
-
-_LEAST_ALIKE = "grad_cosine/argmin_rank"
-
-
-@register("stat")
-@dataclass(frozen=True)
-class Agreement(Stat):
-    """The cosine between each rank's own gradient, summed over its micro-batches, and the final one.
-
-    The log gets ``grad_cosine/mean_rank``, ``grad_cosine/min_rank`` and ``grad_cosine/argmin_rank``, which is a global
-    rank. If n ranks agree in nothing, the mean is about 1/sqrt(n), because each rank's gradient is a part of the final
-    one. A rank whose gradient is zero has no cosine and is left out. If no rank has a cosine, the numbers are NaN and
-    the rank is None.
-
-    In steps that are logged, a copy of each matching gradient is kept from backward to the step.
-
-    Args:
-        patterns: a glob over the parameters' names, or several.
-        per_parameter: log all of each matching parameter too, as ``grad_cosine/min_rank/param/<name>`` and so on.
-
-    Raises:
-        UsageError: when a pattern is not a string, or there is none; when attached, if no rank has all of the final
-            gradient (FSDP), or ranks share their data.
-        MatchError: when attached, if a pattern matches no parameter.
-
-    >>> Agreement(["head.*", "embed.*"]).patterns
-    ('head.*', 'embed.*')
-    """
-
-    patterns: str | Iterable[str] = "*"
-
-    alone: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        patterns = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
-        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise UsageError(f"Agreement({self.patterns!r}): a glob over names of parameters is needed, or several")
-        object.__setattr__(self, "patterns", patterns)
-
-    def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        check_own_data(self, engine)
-        for shard in (shards[i] for i in _matching(self._globs(), tuple(shard.name for shard in shards))):
-            if shard.sharding not in ("whole", "replica"):
-                raise UsageError(
-                    f"Agreement: under {engine.label} no rank has all of the final gradient of {shard.name!r} to "
-                    "compare its own with; use DDP for it, or Spread, which compares norms, on any engine"
-                )
-
-    def measures(self) -> tuple[Measure, ...]:
-        globs = self._globs()
-        return CosineSums(globs, each=self.per_parameter), CosineLowest(globs, each=self.per_parameter)
-
-    def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
-        count, total = values[0].unbind(-1)
-        lowest, lowest_rank = -from_sortable(values[1][:, 0]), rank_of(values[1][:, 1])
-        return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: lowest_rank}
-
-    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
-        lists: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}
-        lists[_LEAST_ALIKE] = [found.global_rank(place) for place in lists[_LEAST_ALIKE]]
-        # Parameters that the patterns do not match have no cosine, so they are not logged.
-        compared = {found.names[i] for i in _matching(self._globs(), tuple(found.names))}
-        unmatched = {f"{name}/param/{other}" for name in lists for other in found.names if other not in compared}
-        return {name: value for name, value in self.named(found, lists).items() if name not in unmatched}
-
-    def _globs(self) -> tuple[str, ...]:
-        assert isinstance(self.patterns, tuple)
-        return self.patterns
 
 
 _WHICH = ("grad_norm/argmin_rank", "grad_norm/argmax_rank", "grad_norm/outlier_rank")

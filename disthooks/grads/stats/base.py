@@ -24,10 +24,8 @@ from disthooks.errors import UsageError
 
 Merge = Literal["sum", "max"]
 Per = Literal["parameter", "scope", "both", "module", "step"]
-LocalFact = Literal["norms", "lead", "largest", "finite", "accumulated", "time", "fingerprint"]
-Fact = Literal[
-    "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "accumulated", "final"
-]
+LocalFact = Literal["norms", "lead", "largest", "finite", "time", "fingerprint"]
+Fact = Literal["count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own"]
 
 # Squares of float32 numbers below 1e-19 lose digits or become zero. In a row of 1024 elements they are below 1e-35
 # together, so the norm of a row is right if it is above this.
@@ -45,14 +43,12 @@ class LocalStats(NamedTuple):
             host knows that they are; empty if no measure needs it, or ``norms`` tell it.
         largest: the largest magnitude of each micro-batch's gradient, a scalar tensor; empty if no measure needs it.
         fingerprint: that of the micro-batches' gradients, in their order; None if no measure needs it.
-        accumulated: the sum of the gradients of the micro-batches, of the whole parameter; None if no measure needs it.
     """
 
     norms: tuple[torch.Tensor, ...] = ()
     finite_probes: tuple[torch.Tensor, ...] = ()
     largest: tuple[torch.Tensor, ...] = ()
     fingerprint: torch.Tensor | None = None
-    accumulated: torch.Tensor | None = None
 
 
 #: What a rank does in a step before it waits for others; see [Note: whose time] in forward_hooks.py.
@@ -189,10 +185,6 @@ class Measure:
     def width(self, shard: Shard | None) -> int:
         """How many numbers there are for the parameter of ``shard``; if it is None, for a scope, a module, the step."""
         return 1
-
-    def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
-        """Indices in ``shards`` of the parameters whose whole gradients before the reduction it needs."""
-        return ()
 
     def count_rows(self, local: Local) -> CountRows | None:
         """Which gradients are counted together, if it needs counts of magnitudes; one reading finds them and facts."""

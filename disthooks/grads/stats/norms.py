@@ -10,7 +10,6 @@ import torch
 
 from disthooks._registry import register
 from disthooks._torch import flatten
-from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Local, Measure, Merge, Stat, peaks, real, stack, wide
@@ -26,14 +25,6 @@ from disthooks.grads.stats.scan import compute_facts
 # without waiting, so only the doubtful norms cost more. On an accelerator the host would have to wait for the device.
 # There every norm is summed in float64.
 
-# [Note: high powers]
-# The sixteenth power of a float32 number has an exponent between -2400 and 2100, and a float64 ends at 1023. So the
-# sum has several numbers, one for each window of 900 exponents. The power of a rank's norm goes into the window of
-# its exponent, in units of the middle of that window. Windows are added over ranks and parameters like any other
-# number. The norm is made of the highest window that is not zero and of the one below it. All windows further below
-# are too small to change the sum. A division by the largest element of all ranks would need no windows, but it
-# would need a MAX before the SUM: one more collective (decision 103).
-
 _ROW = 1024  # elements of a row; the norm of each row is summed in float32
 # The most elements of one piece that torch sums in float32 on the CPU. In a piece of this length random elements lose
 # 2e-7 of a sum of squares and 2e-6 of a sum of magnitudes, and equal elements lose 2e-5 at most. For half precision
@@ -45,10 +36,9 @@ _BLOCK = 2**22  # elements that are converted to float64 at a time, so that the 
 # If the root mean square of the elements is above this, float32 is wide enough. Squares below 1e-38 have fewer digits
 # in float32, or none if the processor flushes them to zero, but together they are at most 1e-8 of the sum.
 _SMALL = 1e-15
-_WINDOW = 900  # exponents of two that one window spans; see [Note: high powers]
-# A norm of float32 elements has one of this many exponents: from -149 to 128, and more for the root of their number.
-_BINADES = 330
-_ONE_WINDOW = 6.0  # the highest power of such a norm that one float64 holds
+# The highest order of a norm. A norm of float32 elements has one of 330 exponents: from -149 to 128, and more for the
+# root of their number. So its sixth power is the highest one that a float64 holds (decision 103).
+_HIGHEST = 6
 # The facts that make a power by themselves. One reading of the gradients finds them for all measures (decision 59).
 _FACTS: dict[float, frozenset[Fact]] = {
     1.0: frozenset({"abs"}),
@@ -65,7 +55,7 @@ class Power(Measure):
     norm from merged numbers.
 
     Attributes:
-        p: the order of the norm: above 0 and up to 16, or ``math.inf``.
+        p: the order of the norm: above 0 and up to 6, or ``math.inf``.
 
     Raises:
         UsageError: when ``p`` is none of these.
@@ -79,10 +69,10 @@ class Power(Measure):
 
     def __post_init__(self) -> None:
         number = isinstance(self.p, (int, float)) and not isinstance(self.p, bool)
-        if not number or not (0 < self.p <= 16 or math.isinf(self.p)) or self.p < 0:
+        if not number or not (0 < self.p <= _HIGHEST or self.p == math.inf):
             raise UsageError(
-                f"norm_type={self.p!r}: a number above 0 and up to 16, or math.inf, is needed; above 16 a norm is "
-                "hardly another one than that of infinity"
+                f"norm_type={self.p!r}: a number above 0 and up to {_HIGHEST}, or math.inf, is needed; use math.inf in "
+                "place of a higher order"
             )
 
     @property
@@ -92,14 +82,6 @@ class Power(Measure):
     @property
     def facts(self) -> frozenset[Fact]:  # type: ignore[override]
         return _FACTS.get(float(self.p), frozenset())
-
-    def width(self, shard: Shard | None) -> int:
-        # See [Note: high powers].
-        return self._windows
-
-    @property
-    def _windows(self) -> int:
-        return 1 if self.p <= _ONE_WINDOW or math.isinf(self.p) else math.ceil(self.p * _BINADES / _WINDOW)
 
     def local(self, local: Local) -> torch.Tensor:
         if math.isinf(self.p):
@@ -113,15 +95,7 @@ class Power(Measure):
             return squares(local.grads, local.device, local.is_summed)
         # The norm comes first and its power afterwards, because powers of single elements could overflow.
         each = stack(local.grads, lambda grads: norms(grads, self.p), local.device)
-        if self._windows == 1:
-            return each.pow(self.p)
-        # See [Note: high powers].
-        exponents = self.p * each.log2()
-        windows = torch.arange(self._windows, device=each.device)
-        at = (exponents / _WINDOW + self._windows / 2).floor()
-        at = at.nan_to_num(self._windows).clamp(0, self._windows - 1)  # NaN and infinity go into the highest
-        scaled = torch.exp2(exponents[:, None] - self._middle(windows))
-        return torch.where(at[:, None] == windows, scaled, 0.0).flatten()
+        return each.pow(self.p)
 
     def norm(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """The norm of all gradients along ``dim``, as if they were one vector.
@@ -136,22 +110,11 @@ class Power(Measure):
         """
         if math.isinf(self.p):
             return from_sortable(values.amax(dim))
-        if self._windows == 1:
-            return values.sum(dim).pow(1 / self.p)
-        # See [Note: high powers].
-        rows = values.view(-1, self._windows).sum(0) if values.ndim == 1 else values
-        windows = torch.arange(self._windows, device=rows.device)
-        top = torch.where(rows != 0, windows, 0).amax(-1, keepdim=True)
-        below = torch.where(top > 0, rows.gather(-1, (top - 1).clamp(min=0)), 0.0)
-        total = rows.gather(-1, top) + below * 2.0**-_WINDOW
-        return torch.exp2((total.log2() + self._middle(top)) / self.p).squeeze(-1)
+        return values.sum(dim).pow(1 / self.p)
 
     def each(self, values: torch.Tensor) -> torch.Tensor:
         """The norm of each parameter, from the merged numbers of all parameters in one row."""
-        return self.norm(values.view(-1, self._windows), dim=1)
-
-    def _middle(self, windows: torch.Tensor) -> torch.Tensor:
-        return (windows - self._windows / 2 + 0.5).double() * _WINDOW
+        return self.norm(values.view(-1, 1), dim=1)
 
 
 def squares(tensors: Sequence[torch.Tensor | None], device: torch.device, is_summed: bool = False) -> torch.Tensor:
@@ -352,7 +315,7 @@ class Norm(Stat):
     """The norm of all gradients as if they were one vector: ``grad_norm`` in the log.
 
     Args:
-        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``. The log names orders other
+        norm_type: the order of the norm: any number above 0 and up to 6, or ``math.inf``. The log names orders other
             than 2: ``grad_norm_l1``, ``grad_norm_linf`` and so on.
         per_parameter: log the norm of each parameter too, as ``grad_norm/param/<name>``.
 

@@ -62,11 +62,9 @@ def compute_facts(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
     - ``zeros`` and ``nonfinite``: how many elements are zero, and how many are infinite or NaN;
     - ``high`` and ``low``: the largest element, and the largest of the negated elements; minus infinity if there are no
       elements;
-    - ``own``: the sum of the squared norms of this rank's own gradients, before the reduction;
-    - ``dot``, ``accumulated`` and ``final``: three inner products: of this rank's own accumulated gradient with the
-      final gradient, of the accumulated gradient with itself, and of the final gradient with itself.
+    - ``own``: the sum of the squared norms of this rank's own gradients, before the reduction.
 
-    For complex gradients these are facts of the magnitudes; the inner products are of the real and imaginary parts.
+    For complex gradients these are facts of the magnitudes.
     """
     return compute(local, facts).facts
 
@@ -79,8 +77,6 @@ def compute(local: Local, facts: Facts, counting: CountRows | None = None) -> Sc
     found, counts = scan(local.grads, final, local.device, counting) if final or counting else none
     if "own" in missing:
         found["own"] = own(local.local_stats, local.device)
-    if missing & {"dot", "accumulated", "final"}:
-        found |= zip(("dot", "accumulated", "final"), products(local), strict=True)
     return Scan({**local.computed_facts, **found}, counts)
 
 
@@ -92,28 +88,6 @@ def own(local_stats: Sequence[LocalStats], device: torch.device) -> torch.Tensor
         places = torch.tensor([place for place, entry in enumerate(local_stats) for _ in entry.norms])
         total.index_add_(0, moved(places, device), torch.stack(norms).double().square())
     return total
-
-
-def products(local: Local) -> torch.Tensor:
-    """The facts ``dot``, ``accumulated`` and ``final`` of each parameter: a float64 tensor of shape (3, parameters).
-
-    The numbers are 0 for a parameter whose own gradient was not accumulated, or that has no final gradient.
-    """
-    zero = torch.zeros(3, dtype=torch.float64, device=local.device)
-    found = []
-    for shard, stats in zip(local.shards, local.local_stats, strict=True):
-        if stats.accumulated is None or (gradient := shard.gradient()) is None:
-            found.append(zero)
-            continue
-        both = (stats.accumulated, gradient)
-        own, final = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in both)
-        total = torch.zeros(3, dtype=torch.float64, device=final.device)
-        most = _block(final.device)  # so that one block at a time is converted to float64
-        for x, y in zip(torch.split(own.reshape(-1), most), torch.split(final.reshape(-1), most), strict=True):
-            a, b = x.to(final.device).double(), y.double()
-            total += torch.stack([a.dot(b), a.dot(a), b.dot(b)])
-        found.append(total.to(local.device))
-    return torch.stack(found, dim=1) if found else zero[:, None][:, :0]
 
 
 class Scan(NamedTuple):

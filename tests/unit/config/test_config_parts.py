@@ -377,7 +377,6 @@ OBJECTS: list[Any] = [
     dh.only(["*.bias", "norm.*"], dh.only("blocks*", dh.ClipNorm(1.0))),
     dh.only("*", dh.Sanitize(), at="local"),
     dh.stats.Activations(["layers.*", "head"]),
-    dh.stats.Agreement(["a", "b"]),
     dh.stats.Extremes(**_EACH),
     dh.stats.Fingerprints(10, "layers.*"),
     dh.stats.Histogram((0.5,)),

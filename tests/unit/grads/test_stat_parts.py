@@ -21,7 +21,6 @@ from disthooks.engines.base import Engine
 from disthooks.errors import UsageError
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats import scan as scanning
-from disthooks.grads.stats.across_ranks import CosineSums
 from disthooks.grads.stats.base import CountRows, Found, Local, LocalStats, Measure
 from disthooks.grads.stats.elements import BINS, ExtremeValues, MagnitudeCounts, MomentSums, ZeroCount, edges, quantile
 from disthooks.grads.stats.nonfinite import NonFiniteCount
@@ -217,18 +216,6 @@ def test_signed_statistics_refuse_complex_parameters(kind: Any) -> None:
         dh.gradients(model, torch.optim.SGD(model.parameters()), stats=[kind()])
 
 
-def test_cosines_are_of_their_own_patterns_alone() -> None:
-    """Another measure may have had gradients kept that this one is not of."""
-    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))})
-    for name, parameter in model.items():
-        parameter.grad = torch.tensor([1.0, 0.0]) if name == "a" else torch.tensor([0.0, 1.0])
-    shards = Engine(model).shards
-    seen = [LocalStats(accumulated=torch.tensor([1.0, 0.0]))] * 2
-    local = Local(shards, [None] * 2, seen, [(0, 1)], 0, 1, CPU)
-    assert CosineSums(("a",)).local(local).tolist() == [1.0, 1.0]
-    assert CosineSums(("a", "b")).local(local).tolist() == [1.0, pytest.approx(0.5)]
-
-
 # --- magnitudes
 
 
@@ -299,16 +286,18 @@ def test_the_noise_scale_is_checked(arguments: dict[str, Any]) -> None:
         stats.NoiseScale(**arguments)
 
 
-def test_patterns_and_deviations_are_checked() -> None:
-    for patterns in ((), [1]):
-        with pytest.raises(UsageError, match="glob"):
-            stats.Agreement(patterns)
+def test_a_statistic_that_is_gone_says_what_to_use() -> None:
+    with pytest.raises(AttributeError, match=r"'Agreement': it went in 0\.2; Spread"):
+        stats.Agreement  # noqa: B018
+    with pytest.raises(dh.errors.ConfigError, match=r"'Agreement' cannot be a stat here; it went in 0\.2: Spread"):
+        dh.from_config({"watch": {"stats": [{"kind": "Agreement"}]}})
+
+
+def test_deviations_are_checked() -> None:
     with pytest.raises(UsageError, match="above 0"):
         stats.Spread(outlier=0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(dh.errors.MatchError, match="nothing"):
-        dh.gradients(model, optimizer, stats=[stats.Agreement("nothing.*")])
     with pytest.raises(UsageError, match="two Spread would write the same names"):
         dh.gradients(model, optimizer, stats=[stats.Spread(), stats.Spread(3.0)])
     assert not optimizer._optimizer_step_pre_hooks
