@@ -30,6 +30,7 @@ from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks import AccelerateTracker, Jsonl
+from disthooks.grads.sinks.trackers import known_accelerators
 from disthooks.integrations._shared import (
     attach_found,
     file_in,
@@ -81,6 +82,7 @@ def prepare(
     5.0
     """
     _check(accelerator)
+    known_accelerators.add(accelerator)
     prepared = attach_found(config, model, optimizer, [_ToTrackers(accelerator)])
     if prepared.gradients is not None:
         connect(accelerator, prepared.gradients)

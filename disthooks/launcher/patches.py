@@ -42,6 +42,7 @@ from disthooks.engines.base import inner_optimizer
 from disthooks.engines.optimizer_step import StepHooks, wrap_closure
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
+from disthooks.grads.sinks.trackers import known_accelerators
 
 Undo = Callable[[], None]
 
@@ -312,6 +313,7 @@ class FrameworkPatches:
     def _patch_accelerate(self, module: types.ModuleType) -> Undo:
         def init(accelerator: Any) -> None:
             self._accelerators.add(accelerator)
+            known_accelerators.add(accelerator)
             weak = weakref.ref(accelerator)  # the accelerator keeps the hook, which must not keep the accelerator
 
             def load(models: Any, folder: str) -> None:

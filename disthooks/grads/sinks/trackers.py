@@ -13,10 +13,9 @@ framework is imported before a sink is opened.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
-import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -240,26 +239,27 @@ class _Metrics(OpenSink):
         self._log(values, step=record["step"], run_id=self._run_id)
 
 
+#: The accelerators that ``disthooks.integrations.accelerate`` was given, and those that a script has made under
+#: ``disthooks launch``. A model has no reference to its accelerator.
+known_accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> AccelerateTracker:
     """Numbers to every tracker of the ``Accelerator`` that prepared the model; nothing else.
 
     Args:
-        accelerator: the model that the hooks are attached to, or its ``Accelerator``.
+        accelerator: the model that the hooks are attached to.
         prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
 
     Raises:
-        UsageError: when no ``Accelerator`` of this process has prepared the model.
+        UsageError: when none of :data:`known_accelerators` has prepared the model.
     """
-    kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    if kind is None or isinstance(accelerator, kind):
-        return AccelerateTracker(accelerator, prefix)
-    # A model has no reference to its accelerator. So all objects of the process are searched, once at each attach.
-    # `isinstance` would ask each object for its `__class__`, which runs code of proxies.
-    accelerators = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    found = next((each for each in accelerators if any(one is accelerator for one in each._models)), None)
+    found = next((each for each in known_accelerators if any(one is accelerator for one in each._models)), None)
     if found is None:
         raise UsageError(
-            "AccelerateTracker: no Accelerator of this process has prepared the model: nothing can be logged"
+            "AccelerateTracker: no Accelerator that disthooks knows has prepared the model. Attach with "
+            "disthooks.integrations.accelerate.prepare(accelerator, ...), or leave the sink out of the file and give "
+            "sinks=[AccelerateTracker(accelerator)]"
         )
     return AccelerateTracker(found, prefix)
 

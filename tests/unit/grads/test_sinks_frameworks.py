@@ -350,6 +350,19 @@ def test_accelerate_gives_them_to_its_trackers(tmp_path: pathlib.Path) -> None:
     assert [sorted(values) for values, _ in got] == [names, names]
 
 
+def test_a_file_finds_the_accelerator_that_disthooks_was_given() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from disthooks.integrations.accelerate import prepare
+
+    config = {"watch": {"every": 1, "stats": [{"kind": "Norm"}], "sinks": [{"kind": "AccelerateTracker"}]}}
+    accelerator, model = accelerate.Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with pytest.raises(dh.errors.ConfigError, match=r"no Accelerator that disthooks knows .*accelerate\.prepare"):
+        dh.prepare(model, optimizer, config)
+    with pytest.raises(UsageError, match="has no trackers, so nothing would be logged"):
+        prepare(accelerator, model, optimizer, config)
+
+
 @pytest.mark.second_tier
 def test_accelerate_with_its_own_tensorboard_tracker(tmp_path: pathlib.Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
