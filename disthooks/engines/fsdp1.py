@@ -191,15 +191,13 @@ class FlatUnit:
             )
         # The two process groups have only the ranks of this rank's row and column, so a mesh tells all the ranks.
         mesh = module.__dict__.get("_device_mesh")
-        if mesh is not None:
-            return tuple(sorted(mesh.mesh.flatten().tolist())), replica_ranks
-        count, world = len(ranks) * len(replica_ranks), dist.get_world_size()
-        if count != world:
+        if mesh is None:
             raise AttachError(
-                f"{shown} is HYBRID_SHARD over process groups that make {count} of {world} ranks, so disthooks cannot "
-                "tell which ranks train together: give FullyShardedDataParallel a device_mesh instead of process groups"
+                f"{shown} is HYBRID_SHARD without a mesh, so disthooks cannot tell which ranks train together: give "
+                'FullyShardedDataParallel(device_mesh=init_device_mesh("cuda", (replicas, shards), '
+                'mesh_dim_names=("replicate", "shard"))) in place of process groups'
             )
-        return tuple(range(count)), replica_ranks
+        return tuple(sorted(mesh.mesh.flatten().tolist())), replica_ranks
 
 
 @dataclass(frozen=True, eq=False)

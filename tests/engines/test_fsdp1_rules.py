@@ -14,7 +14,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import detect_engine
-from disthooks.errors import AttachError, DisthooksError, UsageError
+from disthooks.errors import DisthooksError, UsageError
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make, train
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import FOUR
@@ -309,34 +309,12 @@ def test_replicas_of_shards() -> None:
         assert all(found[0][3][name][0] != found[2][3][name][0] for name in grads)  # one of two replicas counts
 
 
-def _groups(rank: int, engine: str) -> list[Any]:
-    """HYBRID_SHARD by process groups; then by such as leave out a rank."""
-    from torch.distributed.fsdp import ShardingStrategy
-
-    own = [dist.new_group([r]) for r in range(2)][rank]
-    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (dist.group.WORLD, own)}
-    model = flat(Net(), engine, **options)
-    engine_found = detect_engine(model)
-    try:
-        detect_engine(flat(Net(), engine, **options | {"process_group": (own, own)}))
-    except AttachError as error:
-        return [engine_found.ranks, {shard.replica_ranks for shard in engine_found.shards}, str(error)]
-    return []
-
-
-@pytest.mark.parametrize("engine", MODES)
-def test_replicas_by_process_groups(ranks: Ranks, engine: str) -> None:
-    for rank, (all_ranks, twins, said) in enumerate(ranks(_groups, engine)):
-        assert (all_ranks, twins) == ((0, 1), {(rank,)})
-        assert "process groups that make 1 of 2 ranks" in said
-
-
 # --- what is refused
 
 
 def _refused(rank: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
     said: dict[str, str] = {}
 
@@ -350,6 +328,9 @@ def _refused(rank: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with saying("replicas that are never averaged"):
         detect_engine(flat(Net(), "fsdp1hybrid", device_mesh=mesh))
+    with saying("replicas without a mesh"):
+        groups = {"process_group": (dist.group.WORLD, mesh.get_group("shard"))}
+        detect_engine(flat(Net(), "fsdp1", sharding_strategy=ShardingStrategy.HYBRID_SHARD, **groups))
     with saying("channels last without shards"):
         detect_engine(
             flat(nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last), "fsdp1none", parts=())
@@ -398,6 +379,7 @@ def test_what_cannot_be_right_says_so(ranks: Ranks) -> None:
     expected = {
         "channels last without shards": "'0.weight' lies in another order than its indices",
         "replicas that are never averaged": "never averages gradients over the replicas [0, 1]",
+        "replicas without a mesh": "HYBRID_SHARD without a mesh, so disthooks cannot tell which ranks train together",
         "other ranks": "the same process_group or device_mesh",
         "inside DDP": "FSDP1 has 'the model' and the engine of the model is DDP",
         "beside FSDP2": "'embed.weight' is a DTensor beside FSDP1",
