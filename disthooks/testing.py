@@ -27,11 +27,11 @@ disthooks runs the same tests on its own kinds. Nothing else in disthooks import
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import json
@@ -39,9 +39,8 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
-import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -157,6 +156,7 @@ def _check_frozen(value: Any, use: Callable[[], object]) -> None:
     for field in dataclasses.fields(value)[:1]:  # one field is enough: a dataclass is frozen as a whole
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, field.name, None)
+    assert pickle.loads(pickle.dumps(value)) == value == copy.deepcopy(value)
 
 
 def _check_file(key: str, value: Any) -> None:
@@ -185,11 +185,6 @@ class CodecTests:
     """
 
     most_error: ClassVar[float] = 0.2
-
-    @pytest.fixture
-    def codec(self) -> Codec:
-        """The codec to test."""
-        raise NotImplementedError("give the fixture 'codec': def codec(self): return YourCodec()")
 
     @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
     def test_law_1_what_comes_back(self, codec: Codec, name: str, tensor: torch.Tensor) -> None:
@@ -239,7 +234,6 @@ class CodecTests:
     def test_law_17_frozen(self, codec: Codec) -> None:
         """The codec is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(codec, lambda: codec.encode(torch.randn(64)))
-        assert pickle.loads(pickle.dumps(codec)) == codec == copy.deepcopy(codec)
 
     def test_configuration(self, codec: Codec) -> None:
         """The codec can be written to a configuration file and read from it."""
@@ -248,11 +242,6 @@ class CodecTests:
 
 class StoreTests:
     """Tests of a :class:`disthooks.saved.stores.base.Store`. The subclass gives the fixture ``store``."""
-
-    @pytest.fixture
-    def store(self) -> Store:
-        """The store to test; a new one for each test."""
-        raise NotImplementedError("give the fixture 'store': def store(self): return YourStore()")
 
     @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
     def test_law_1_what_comes_back(self, store: Store, name: str, tensor: torch.Tensor) -> None:
@@ -348,6 +337,8 @@ class StoreTests:
             child = os.fork()
         if not child:
             code = 1
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(MOST))  # it kills a child that hangs
             try:
                 own = torch.full((4096,), 7.0)
                 mine = store.put(own)
@@ -355,37 +346,22 @@ class StoreTests:
                 store.drop(mine)
             finally:
                 os._exit(code)  # the child must not run pytest's own end
-        assert _exit_code(child) == 0, "1: the child raised; 2: what it got is not what it put; -9: it hung"
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == 0, "1: the child raised; 2: what it got is not what it put; -14: it hung"
         assert same_bits(store.get(ticket), tensor), "the child changed what its parent has put"
         store.drop(ticket)
 
     def test_law_17_frozen(self, store: Store) -> None:
         """The store is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(store, lambda: store.drop(store.put(torch.randn(64))))
-        assert pickle.loads(pickle.dumps(store)) == store
 
     def test_configuration(self, store: Store) -> None:
         """The store can be written to a configuration file and read from it."""
         _check_file("store", store)
 
 
-def _exit_code(child: int) -> int:
-    """The exit code of a forked child. A child that hangs is killed, and its exit code is -9."""
-    alarm = threading.Timer(MOST, os.kill, (child, 9))
-    alarm.start()
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    finally:
-        alarm.cancel()
-
-
 class RuleTests:
     """Tests of a :class:`disthooks.grads.rules.Rule`. The subclass gives the fixture ``rule``."""
-
-    @pytest.fixture
-    def rule(self) -> Rule:
-        """The rule to test."""
-        raise NotImplementedError("give the fixture 'rule': def rule(self): return YourRule()")
 
     def test_law_11_truth_on_two_ranks(self, rule: Rule) -> None:
         """Two ranks under DistributedDataParallel train as one process does on the same global batch."""
@@ -404,7 +380,6 @@ class RuleTests:
     def test_law_17_frozen(self, rule: Rule) -> None:
         """The rule is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(rule, lambda: _trained(0, 1, {"rules": [rule]}))
-        assert pickle.loads(pickle.dumps(rule)) == rule
 
     def test_configuration(self, rule: Rule) -> None:
         """The rule can be written to a configuration file and read from it."""
@@ -420,11 +395,6 @@ class StatTests:
     """
 
     of_ranks: ClassVar[bool] = False
-
-    @pytest.fixture
-    def stat(self) -> Stat:
-        """The statistic to test."""
-        raise NotImplementedError("give the fixture 'stat': def stat(self): return YourStat()")
 
     def test_law_11_truth_on_two_ranks(self, stat: Stat) -> None:
         """Two ranks under DistributedDataParallel log the numbers of one process with the same global batch."""
@@ -459,7 +429,6 @@ class StatTests:
     def test_law_17_frozen(self, stat: Stat) -> None:
         """The statistic is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(stat, lambda: _trained(0, 1, {"stats": [stat]}))
-        assert pickle.loads(pickle.dumps(stat)) == stat
 
     def test_configuration(self, stat: Stat) -> None:
         """The statistic can be written to a configuration file and read from it."""
@@ -475,11 +444,6 @@ class SinkTests:
     """
 
     in_files: ClassVar[bool] = True
-
-    @pytest.fixture
-    def sink(self) -> Any:
-        """The sink to test."""
-        raise NotImplementedError("give the fixture 'sink': def sink(self): return YourSink()")
 
     @contextlib.contextmanager
     def opened(self, sink: Any) -> Iterator[Any]:
@@ -578,59 +542,36 @@ def _check_logs(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
                 assert one[name] == pytest.approx(other[name], rel=1e-9, abs=1e-12, nan_ok=True), f"law 11: {name}"
 
 
-class _Ranks:
-    """Two processes with gloo that call the functions sent to them; see [Note: two ranks for the tests]."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="disthooks-ranks-")
-        pipes = [context.Pipe() for _ in range(WORLD)]
-        self._ends = [mine for mine, _ in pipes]
-        store = os.path.join(self._folder.name, "store")
-        self._processes = [
-            context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        for end in self._ends:
-            end.send((function, arguments))
-        answers = []
-        for rank, end in enumerate(self._ends):
-            if not end.poll(MOST):
-                self.stop()
-                pytest.fail(f"rank {rank} hangs")
-            answers.append(end.recv())
-        if said := [text for _, text in answers if text]:
-            pytest.fail("\n".join(said))
-        return [answer for answer, _ in answers]
-
-    def stop(self) -> None:
-        _on_ranks.__dict__.pop("pool", None)
-        for process in self._processes:
-            process.terminate()
-            process.join(5)
-        self._folder.cleanup()
-
-
-def _serve(rank: int, store: str, end: Any) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    with contextlib.suppress(EOFError):
-        while True:
-            function, arguments = end.recv()
-            try:
-                end.send((function(rank, WORLD, *arguments), ""))
-            except Exception:
-                end.send((None, f"rank {rank}:\n{traceback.format_exc()}"))
-
-
 def _on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """The results of ``function(rank, world, *arguments)`` on two ranks. See [Note: two ranks for the tests]."""
-    pool: _Ranks | None = _on_ranks.__dict__.get("pool")
-    if pool is None:
-        pool = _on_ranks.__dict__["pool"] = _Ranks()
-        atexit.register(pool.stop)
-    return pool.call(function, *arguments)
+    pool, _ = _ranks()
+    calls = [pool.apply_async(_call, (function, arguments)) for _ in range(WORLD)]
+    try:
+        return [found for _, found in sorted((call.get(MOST) for call in calls), key=lambda answer: answer[0])]
+    except BaseException as error:
+        # One rank may still wait for the other in a collective, so the next call gets new processes.
+        pool.terminate()
+        _ranks.cache_clear()
+        if isinstance(error, multiprocessing.TimeoutError):
+            pytest.fail("a rank hangs, or has died")
+        raise
+
+
+@functools.cache
+def _ranks() -> tuple[Any, tempfile.TemporaryDirectory[str]]:
+    """The processes, and the folder in which they find each other."""
+    context, folder = multiprocessing.get_context("spawn"), tempfile.TemporaryDirectory(prefix="disthooks-ranks-")
+    return context.Pool(WORLD, _join, (context.Value("i", 0), os.path.join(folder.name, "store"))), folder
+
+
+def _join(count: Any, store: str) -> None:
+    torch.set_num_threads(1)
+    with count.get_lock():
+        rank, count.value = count.value, count.value + 1
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, Any]:
+    torch.distributed.barrier()  # so that each process takes one of the two calls
+    rank = torch.distributed.get_rank()
+    return rank, function(rank, WORLD, *arguments)
