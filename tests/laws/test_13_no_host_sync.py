@@ -92,7 +92,7 @@ def valueless() -> Iterator[None]:
         yield
 
 
-def _train(rules: list[Any], watched: list[Any]) -> None:
+def _train(rules: list[Any], watched: list[Any], **options: Any) -> None:
     """Train without autograd, because its threads ask the driver for the device."""
     model = nn.Module()
     for name, shape in (("embed", (7, 6)), ("mid", (9000,)), ("head", (3, 5)), ("bias", (7,))):
@@ -101,7 +101,8 @@ def _train(rules: list[Any], watched: list[Any]) -> None:
         model.register_module(name, part)
     model.embed.bias = nn.Parameter(torch.empty(7, device="meta", dtype=torch.bfloat16))
     optimizer = Still(model.parameters())
-    with dh.gradients(model, optimizer, rules=rules, stats=watched, every=2, groups={"mid": "mid.*"}) as watch:
+    options |= {"every": 2, "groups": {"mid": "mid.*"}}
+    with dh.gradients(model, optimizer, rules=rules, stats=watched, **options) as watch:
         for _ in range(3):
             for index, parameter in enumerate(model.parameters()):
                 parameter.grad = torch.ones_like(parameter)
@@ -129,6 +130,10 @@ STATS += [stats.Activations(), stats.Fingerprints(), stats.SpikeScore(), stats.O
 @pytest.mark.parametrize("stat", STATS, ids=str)
 def test_statistics_never_wait(valueless: None, stat: Any) -> None:
     _train([], [stat])
+
+
+def test_the_search_for_spikes_never_waits(valueless: None) -> None:
+    _train([], [stats.NonFinite(), stats.Norm()], recent=4)
 
 
 def _reads(name: str, grad: torch.Tensor) -> torch.Tensor:
