@@ -167,6 +167,7 @@ def fits(
     Raises:
         UsageError: if the step does not run as it was asked for, or the limit is not positive.
 
+    >>> import torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     >>> found = fits(Builder(model, (torch.empty(8, 64),)), Situation(device="cpu"), 1 << 20)
