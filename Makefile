@@ -112,14 +112,14 @@ help:
 
 # What is written from the code: docs/img/architecture.svg, the list of Notes, and all that follows from @register.
 architecture: $(READY)
-	$(RUN) docs/generate.py --write
-	$(RUN) docs/architecture.py
+	$(RUN) tools/generate.py --write
+	$(RUN) tools/architecture.py
 
 # The site, in build/site: open build/site/index.html. A warning (a broken link, an unknown name) is an error.
 docs: $(READY)
 	OMP_NUM_THREADS=$(THREADS) $(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
-# The sdist, and the wheel that is built from it, in dist/. tests/jobs/test_package.py builds, installs and tries both.
+# The sdist, and the wheel that is built from it, in dist/. tests/end_to_end/test_package.py builds, installs and tries both.
 package: $(READY)
 	rm -rf dist
 	$(PYTHON) -m build --outdir dist

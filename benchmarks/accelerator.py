@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import disthooks as dh
-from disthooks.cli import doctor
+from disthooks.run.cli import doctor
 
 
 class Device:

@@ -29,7 +29,7 @@ from workloads import image, language
 from written import reason, write
 
 import disthooks as dh
-from disthooks.cli import doctor
+from disthooks.run.cli import doctor
 from disthooks.saved.pipeline import pipeline
 
 ROOT = pathlib.Path(__file__).parent.parent

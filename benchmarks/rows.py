@@ -17,7 +17,7 @@ from ways import Absent, Way, Ways
 from workloads import Workload
 from written import reason
 
-from disthooks.cli import doctor
+from disthooks.run.cli import doctor
 from disthooks.saved.report import SavedReport
 
 

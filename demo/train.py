@@ -26,9 +26,9 @@ import disthooks as dh
 import disthooks.memory
 from disthooks._handles import Attachment
 from disthooks.config import SavingPlan
-from disthooks.page.page import page
 from disthooks.report.document import document
 from disthooks.report.log import read
+from disthooks.report.page.page import page
 from disthooks.saved.attach import Saving
 from disthooks.saved.pipeline import Pipeline, pipeline
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disthooks.cli import main
+from disthooks.run.cli import main
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``dist
 #
 # A name is looked for in three places, and the first that has it wins:
 #
-# 1. The table of this library, ``disthooks/_kinds.py``. ``docs/generate.py`` writes it from the decorators, so that no
+# 1. The table of this library, ``disthooks/_kinds.py``. ``tools/generate.py`` writes it from the decorators, so that no
 #    module has to be imported to know which one to import, and ``import disthooks`` stays cheap.
 # 2. The classes that ``@register`` has decorated in this process: those of a script.
 # 3. The entry points of installed packages, in groups such as ``disthooks.codecs``. They are read only when a name is

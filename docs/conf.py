@@ -38,7 +38,7 @@ API = {
     "gradients": ("Gradients", ("grads.attach", "grads.on", "grads.rules")),
     "statistics": ("Statistics", ("grads.stats",)),
     "sinks": ("Sinks", ("grads.sinks",)),
-    "watching": ("Watching", ("watch",)),
+    "watching": ("Watching", ("report.watch",)),
     "predicting": ("Predicting", ("predict",)),
     "configuration": ("Configuration", ("config",)),
     "errors": ("Errors", ("errors",)),
@@ -54,7 +54,7 @@ RETURNED = (
     "saved.fit.Fitted",
     "saved.fit.FitReport",
     "grads.attachment.Gradients",
-    "watch.replicas.ReplicaReport",
+    "report.watch.replicas.ReplicaReport",
     "predict.explanation.Explanation",
 )
 

@@ -1,7 +1,7 @@
 """Keep what backward needs in an object store: a place of your own is a class with write, read and free.
 
 ``memory://`` stands for a bucket here. With ``pip install s3fs`` the URL may be ``s3://bucket/prefix``; gcsfs, adlfs
-and others bring more of them. tests/jobs/test_object_store.py runs the same on a server that speaks S3.
+and others bring more of them. tests/end_to_end/test_object_store.py runs the same on a server that speaks S3.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.grads.sinks.base import WhenRead
+from disthooks.report.watch.watchers import Watchers, attach_watchers, say
 from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.fit import FREE, STATE, Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
@@ -46,7 +47,6 @@ from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
 from disthooks.saved.stores.tiers import OnDevice, Tiered
-from disthooks.watch.watchers import Watchers, attach_watchers, say
 
 
 class SavingPlan(Attachment):

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.page.page import page
 from disthooks.predict.hardware.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
 from disthooks.predict.hardware.roofline import Verdict, phase_seconds, seconds_of, verdict
 from disthooks.predict.measured import Measured, beside
 from disthooks.predict.recording.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.recording.timeline import Sample, Share, Timeline
 from disthooks.predict.run import Situation, Step
+from disthooks.report.page.page import page
 from disthooks.saved.report import SavedReport
 
 # [Note: a range]

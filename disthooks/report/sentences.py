@@ -75,7 +75,7 @@ def nonfinite_entry(record: Record) -> dict[str, Any] | None:
 def nonfinite_words(found: dict[str, Any]) -> str:
     """What is known of one step with gradients that are not finite, as :func:`nonfinite_entry` has it."""
     from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
-    from disthooks.watch.replicas import format_ranks
+    from disthooks.report.watch.replicas import format_ranks
 
     ranks, at = found.get("ranks"), found["at"]
     where = f" on {format_ranks(ranks, ' and ')}" if ranks else ""

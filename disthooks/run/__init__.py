@@ -1,7 +1,8 @@
-"""Run a training script as it is, with hooks attached: ``python -m disthooks.run [--hooks FILE] train.py ARGS``.
+"""How hooks get into a script: ``disthooks launch``, ``python -m disthooks.run train.py``, and the other commands.
 
-Under ``torchrun``, ``accelerate launch ... -m disthooks.run`` and ``deepspeed --module disthooks.run`` each worker does
-so. The configuration is read before the script starts. Hooks are attached when a model whose parameters an optimizer
-holds is first called with gradients on: it is wrapped by then, whatever wraps it, and no backward has run. They are
-taken off when the script ends.
+``python -m disthooks.run [--hooks FILE] train.py ARGS`` runs a training script as it is, with hooks attached. Under
+``torchrun``, ``accelerate launch ... -m disthooks.run`` and ``deepspeed --module disthooks.run`` each worker does so.
+The configuration is read before the script starts. Hooks are attached when a model whose parameters an optimizer holds
+is first called with gradients on: it is wrapped by then, whatever wraps it, and no backward has run. They are taken off
+when the script ends. ``launcher`` does this; ``cli`` has a file for each command of ``disthooks``.
 """

@@ -131,7 +131,7 @@ def pipeline(
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
     recompute = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
     if not isinstance(store, Store):
-        raise _error(stages, f" does not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}")
+        raise _error(stages, f" do not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}")
     codecs: list[Codec] = []
     for stage in rest:
         if not isinstance(stage, Codec):
@@ -154,8 +154,8 @@ def _error(stages: tuple[object, ...], fault: str) -> UsageError:
         elif type(stage) in (list, tuple):
             fault = ": give the stages one by one, not as a list"
         elif isinstance(stage, Pipeline):
-            fault = ": a pipeline has its store already; put the stages before it into the same pipeline(...)"
+            fault = ": a pipeline has its store already; put the stages before it into the same one"
         else:
             continue
         break
-    return UsageError(f"pipeline({', '.join(map(repr, stages))}){fault}")
+    return UsageError(f"the stages ({', '.join(map(repr, stages))}){fault}")

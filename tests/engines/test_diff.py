@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.cli.app import app
+from disthooks.run.cli.app import app
 from tests.support.engines import ENGINES, FIRST, loss_of, make
 from tests.support.ranks.harness import Ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
-from disthooks.watch.replicas import ReplicaReport
+from disthooks.report.watch.replicas import ReplicaReport
 from tests.support import ROOT
 from tests.support.engines import all_reduces, loss_of, make
 from tests.support.ranks.harness import Ranks

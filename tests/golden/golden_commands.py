@@ -17,7 +17,7 @@ import disthooks as dh
 from tests.golden import golden_runs
 
 #: The private objects that golden files need. This table is what to change when one of them moves.
-PRIVATE = {"app": "disthooks.cli.app:app"}
+PRIVATE = {"app": "disthooks.run.cli.app:app"}
 
 MODEL = """
 import torch

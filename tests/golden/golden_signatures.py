@@ -46,7 +46,7 @@ NAMESPACES: dict[str, tuple[str, ...] | None] = {
     "disthooks.saved.attach": ("SavingHandle",),
     "disthooks.saved.fit": ("FitReport", "Fitted"),
     "disthooks.saved.report": ("SavedReport",),
-    "disthooks.watch.replicas": ("ReplicaReport",),
+    "disthooks.report.watch.replicas": ("ReplicaReport",),
 }
 #: Public modules that import a framework: they are read, not imported.
 INTEGRATIONS = ("accelerate", "lightning", "transformers")

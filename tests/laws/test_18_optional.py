@@ -51,14 +51,15 @@ STEP = """
 import disthooks as dh
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-line = pipeline(dh.Tiered(dh.OnCpu("8 KiB"), dh.OnDisk(tempfile.gettempdir())), at_least=0)
+store = dh.Tiered(dh.OnCpu("8 KiB"), dh.OnDisk(tempfile.gettempdir()))
 stats = [dh.stats.Norm(), dh.stats.Histogram()]
-with dh.save_activations(model, "?", line) as saving, dh.features(model, "1") as seen, dh.trace(model, print=None):
+saving = dh.save_activations(model, "?", store, at_least=0)
+with saving, dh.features(model, "1") as seen, dh.trace(model, print=None):
     with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite(), dh.ClipNorm(1.0)], stats=stats) as watch:
         model(torch.randn(32, 64)).square().sum().backward()
         optimizer.step()
 assert saving.report().moved > 0 and seen["1"].shape == (32, 64) and watch.latest["grad_norm"] > 0
-late = ("disthooks.integrations.", "disthooks.cli")
+late = ("disthooks.integrations.", "disthooks.run.cli")
 print(sorted(name for name in set(sys.modules) - before if name.startswith(late)))
 """
 

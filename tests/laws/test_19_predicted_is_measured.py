@@ -24,8 +24,8 @@ import typer.testing
 from torch import nn
 
 import disthooks as dh
-from disthooks.cli.app import app
 from disthooks.errors import ConfigError
+from disthooks.run.cli.app import app
 from disthooks.saved.pipeline import pipeline
 from tests.support import ROOT, zoo
 from tests.support.models import CASES, Tiny, build, identical, step, tokens

@@ -19,7 +19,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.watch.watchers import nonfinite_line
+from disthooks.report.watch.watchers import nonfinite_line
 from tests.support.engines import ENGINES, FIRST, loss_of, make
 from tests.support.ranks.harness import Ranks
 

@@ -32,7 +32,7 @@ SECOND = tuple(
         "tests/engines",
         "tests/gpu",
         "tests/integrations",
-        "tests/jobs",
+        "tests/end_to_end",
         "disthooks/integrations",
     )
 )

@@ -9,7 +9,7 @@ import sys
 
 from tests.support import ROOT
 
-sys.path.append(str(ROOT / "docs"))
+sys.path.append(str(ROOT / "tools"))
 import architecture
 from package import Package
 

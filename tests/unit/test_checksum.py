@@ -10,7 +10,7 @@ from torch import nn
 
 from disthooks import _hashing
 from disthooks._hashing import Checksums
-from disthooks.watch.replicas import _factor, _sketch, check_replicas
+from disthooks.report.watch.replicas import _factor, _sketch, check_replicas
 
 DTYPES = [
     torch.float32,

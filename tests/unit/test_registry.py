@@ -16,7 +16,7 @@ from disthooks.errors import ConfigError, UsageError
 from disthooks.saved.pipeline import pipeline
 from tests.support import ROOT
 
-sys.path.append(str(ROOT / "docs"))
+sys.path.append(str(ROOT / "tools"))
 
 import generate
 
@@ -70,7 +70,7 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_generated_files_are_current() -> None:
     stale = [file.name for file, text in generate.generated() if file.read_text() != text]
-    assert not stale, "run: python docs/generate.py --write"
+    assert not stale, "run: python tools/generate.py --write"
 
 
 def test_every_kind_is_of_its_noun() -> None:

@@ -15,7 +15,7 @@ from tests.support import ROOT
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LAUNCH = (sys.executable, "-m", "disthooks.launcher")
+LAUNCH = (sys.executable, "-m", "disthooks.run.launcher")
 RUN = (sys.executable, "-m", "disthooks.run")
 
 

@@ -1,6 +1,6 @@
 """The page of an explanation, as text: its document, what it loads, and names that try to be HTML.
 
-How it looks and works in a browser is in tests/jobs/test_page_in_browser.py.
+How it looks and works in a browser is in tests/end_to_end/test_page_in_browser.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from disthooks import explain
-from disthooks.page.page import page
+from disthooks.report.page.page import page
 from tests.support.pages import document_of
 
 EVIL = "</script><img src=x onerror=alert(1)><!--<script>"

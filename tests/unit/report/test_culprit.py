@@ -13,11 +13,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import disthooks as dh
-from disthooks.cli.app import app
 from disthooks.report.culprit import Culprit
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
 from disthooks.report.timeline import timeline
+from disthooks.run.cli.app import app
 from tests.support.logs import log
 
 

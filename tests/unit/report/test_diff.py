@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from disthooks.cli.app import app
+from disthooks.run.cli.app import app
 
 
 def prints(file: pathlib.Path, runs: Sequence[Sequence[int]], names: Sequence[str], steps: int = 2) -> pathlib.Path:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from disthooks.cli.app import app
 from disthooks.errors import UsageError
 from disthooks.report.log import Tail, read
+from disthooks.run.cli.app import app
 from tests.support.logs import log
 
 COMMANDS = (

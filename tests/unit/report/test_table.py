@@ -8,8 +8,8 @@ import pathlib
 import pytest
 from typer.testing import CliRunner
 
-from disthooks.cli.app import app
 from disthooks.report.log import number, read
+from disthooks.run.cli.app import app
 from tests.support.logs import log
 
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -25,11 +25,11 @@ def test_the_order_is_codecs_store(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        ((), "does not end in a store"),
+        ((), "do not end in a store"),
         ((dh.OnCpu(), dh.OnCpu()), "out of place"),
-        (("disk",), "does not end in a store"),
+        (("disk",), "do not end in a store"),
         ((dh.Cast(torch.bfloat16), dh.Functions(abs, abs)), "put the codec into"),
-        ((dh.OnDevice(), dh.Compact()), "does not end in a store.*the order is Recompute, codecs, one store"),
+        ((dh.OnDevice(), dh.Compact()), "do not end in a store.*the order is Recompute, codecs, one store"),
         ((dh.Recompute, dh.OnCpu()), r"Recompute is a class; write Recompute\("),
         ((dh.Recompute(), dh.OnCpu), r"OnCpu is a class; write OnCpu\("),
         (([dh.Recompute(), dh.OnCpu()],), "one by one"),

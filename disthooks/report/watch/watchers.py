@@ -1,0 +1,168 @@
+"""What a configuration watches besides gradients: which module made a NaN, and whether copies are still the same."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._handles import Attachment
+from disthooks._ranks import launched_rank
+from disthooks.engines.base import Engine
+from disthooks.engines.detect import detect_engine
+from disthooks.errors import DisthooksError
+from disthooks.grads.attachment import Gradients
+from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
+from disthooks.report.watch.blame import Blame, Blamed, blame
+from disthooks.report.watch.replicas import ReplicaReport, check_replicas
+
+_MOST = 3  # the number of parameters that a line names
+
+
+class Watchers(Attachment):
+    """What ``blame`` and ``check_replicas`` of a configuration attached.
+
+    Attributes:
+        blamed: the handle of ``blame``; None if the configuration does not ask for it.
+        replicas: the report of the last comparison; None before the first one, and without ``check_replicas``.
+    """
+
+    def __init__(self, model: nn.Module, blames: bool) -> None:
+        super().__init__()
+        self.blamed: Blame | None = blame(model) if blames else None
+        self.replicas: ReplicaReport | None = None
+        self._compared_after = 0  # the number of steps before the last comparison
+        self._blamed: list[str] = []  # what blame has found, on this rank or, after a comparison, on all
+        self._told = False  # whether stderr has what blame has found on this rank
+        if self.blamed is not None:
+            # The hooks on the model keep `blamed` alive, and so this object. Nothing else has to keep it.
+            self.blamed.on_remove(self._tell_last)
+            self.on_remove(self.blamed.remove)
+
+    def numbers(self) -> Mapping[str, Any]:
+        """What blame has found, and the numbers of the last comparison, for the log."""
+        found, blamed = self.replicas, {"blame": self._blamed} if self._blamed else {}
+        if not found:
+            return blamed
+        numbers = {"replicas/compared": found.compared, "replicas/differ": len(found.differs)}
+        differs: dict[str, Any] = {}
+        if found.differs:
+            differs["replicas/at"] = [str(each) for each in found.differs[:_MOST]]
+            differs["replicas/names"] = [each.name for each in found.differs[:_MOST]]
+            differs["replicas/ranks"] = list(found.differs[0].ranks)
+        return blamed | numbers | {"replicas/steps": self._compared_after} | differs
+
+    def tell_nonfinite(self, gradients: Gradients) -> None:
+        """Say on stderr when gradients become infinite or NaN, and which module's output was so first."""
+        first = gradients.is_first_rank
+
+        def tell(record: dict[str, Any]) -> None:
+            if first:
+                say(nonfinite_line(record))
+            self._tell_blame()
+
+        gradients.on_nonfinite(tell)
+
+    def compare_every(self, every: int, model: nn.Module, optimizer: Any, engine: Engine | None = None) -> None:
+        """Compare the tensors that should be the same on several ranks, after each ``every`` steps; call it on all.
+
+        Before that it compares after 1, 2, 4, 8, ... steps: a run that is short, or was started again, is compared too.
+        """
+        engine = engine or detect_engine(model)
+        stepping = engine.inner_optimizer(optimizer)
+        steps = differed = 0
+        gathered: tuple[Blamed, ...] = ()
+
+        def compare() -> None:
+            nonlocal steps, differed, gathered
+            steps += 1
+            if steps % every and not (steps < every and steps.bit_count() == 1):
+                return
+            try:
+                # It finds the engine anew: since attaching, parameters may have been added to the model, or replaced.
+                report = self.replicas = check_replicas(model, None if optimizer is None else stepping)
+                self._compared_after = steps
+            except DisthooksError as error:  # every rank gets the same error, so no rank waits for another
+                warnings.warn(f"check_replicas stops here, after {steps} steps: {error}", stacklevel=2)
+                handle.remove()
+                return
+            if not report.compared:
+                handle.remove()
+            if engine.position == 0 and not report.compared:
+                say(f"check_replicas: {report}")
+            elif engine.position == 0 and len(report.differs) > differed:  # say it again only if more tensors differ
+                say(f"WARNING: after {steps} steps what should be the same on all ranks is not: {report}")
+            differed = max(differed, len(report.differs))
+            if self.blamed is not None and not gathered:
+                # All ranks are here in the same step, so what each of them has found can be gathered for the log.
+                gathered = self.blamed.report(all_ranks=True).found
+                self._blamed = list(map(str, gathered)) or self._blamed
+
+        handle = engine.after_step(stepping, compare)
+        self.on_remove(handle.remove)
+
+    def _tell_blame(self) -> None:
+        if self.blamed is None or self._told:
+            return
+        report = self.blamed.report()  # this rank's own; every rank prints its own
+        if report.found:
+            self._told = True
+            self._blamed = self._blamed or list(map(str, report.found))
+            say(str(report))
+
+    def _tell_last(self) -> None:
+        """Report at the end, because nothing may watch gradients, or the loss alone may not have been finite."""
+        if sys.exc_info()[0] is None:
+            self._tell_blame()
+
+
+def nonfinite_line(record: Mapping[str, Any]) -> str:
+    """The message about the first step whose gradients are not finite.
+
+    >>> nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": 1}], "skipped": 1.0})
+    'WARNING: step 7: gradients are not finite, of 1 parameter: w on rank 1; the step was skipped'
+    >>> late = nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": None}]})
+    >>> FINITE_WHEN_MEASURED in late
+    True
+    >>> nonfinite_line({"step": 50, "grad_norm": float("nan")})
+    'WARNING: step 50: gradients are not finite: grad_norm is nan; add {kind: NonFinite} to stats for their names'
+    """
+    head = f"WARNING: step {record['step']}: gradients are not finite"
+    if "nonfinite_at" not in record:
+        return f"{head}: grad_norm is {record.get('grad_norm')}; add {{kind: NonFinite}} to stats for their names"
+    count, at = record["nonfinite_params"], record["nonfinite_at"]
+    is_late = is_finite_when_measured(at)
+    late = f" ({FINITE_WHEN_MEASURED})" if is_late else ""
+    skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[record.get("skipped")]
+    plural = "s" if count != 1 else ""
+    return f"{head}, of {count} parameter{plural}: {places_words(at, count, _MOST, not is_late)}{late}{skipped}"
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, with the number of the rank if it is not the first."""
+    rank = launched_rank()
+    # One write for all lines: after a line end print writes the rest by itself, and another rank may write in between.
+    sys.stderr.write(f"disthooks: {f'rank {rank}: ' if rank else ''}{text}\n")
+    sys.stderr.flush()
+
+
+def attach_watchers(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    blames: bool,
+    every: int | None,
+    engine: Engine | None = None,
+) -> Watchers:
+    """Attach ``blame`` if ``blames``, and compare replicas after each ``every`` steps; alike on every rank."""
+    made = Watchers(model, blames)
+    try:
+        if every is not None:
+            made.compare_every(every, model, optimizer, engine)
+    except BaseException:
+        made.remove()
+        raise
+    return made

@@ -1,0 +1,119 @@
+"""The command line: all commands in one app, and ``disthooks launch``, which passes its arguments on unread."""
+
+# [Note: the command line waits for no torch]
+# Importing torch takes more than a second, and `disthooks --help` should answer at once. So no file of a command
+# imports torch at its top, nor a module of disthooks that imports torch. A command imports what it needs when it runs.
+# The functions that run a model are in workload.py, which imports torch (decision 73).
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import typer
+from typer.core import TyperCommand
+
+from disthooks import __version__
+from disthooks.errors import DisthooksError, as_line
+from disthooks.run.cli.check import check
+from disthooks.run.cli.diff import diff
+from disthooks.run.cli.env import env
+from disthooks.run.cli.explain import explain
+from disthooks.run.cli.fit import fit
+from disthooks.run.cli.output import line
+from disthooks.run.cli.report import report
+from disthooks.run.cli.watch import watch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Untouched(TyperCommand):
+    """A command that reads none of its own arguments, not even ``--help`` or ``--``: they are the launcher's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+def _with_short_errors(command: F) -> F:
+    """Make ``command`` print an error of disthooks in one line on stderr, instead of a traceback, and exit with 1.
+
+    ``diff`` exits with 2, as diff and cmp do: with ``--exit-code`` 1 means that the runs differ.
+    """
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except DisthooksError as error:
+            line(as_line(error), error=True)
+            raise typer.Exit(2 if command is diff else 1) from None
+
+    return cast(F, run)
+
+
+def launch(words: typer.Context) -> None:
+    """Start a script under accelerate (or torchrun, deepspeed) with its hooks: launch [LAUNCHER] OPTIONS SCRIPT ARGS.
+
+    LAUNCHER is torchrun, deepspeed or accelerate; without one it is accelerate. Every argument after "launch" goes to
+    the launcher as it is, and every argument after the script goes to the script.
+    """
+    from disthooks.run.launcher import main
+
+    raise typer.Exit(main(list(words.args)))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=_HELP)
+
+
+@app.callback(invoke_without_command=True)
+def _whole(
+    words: typer.Context,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Where saved tensors live between forward and backward, and what happens to gradients before the step.
+
+    A YAML file says what a run does. These commands check that file and the machine, and show the log of a run.
+    """
+    if words.invoked_subcommand is None:
+        print(words.get_help())
+        raise typer.Exit(2)
+
+
+for _command in (env, check, explain, fit, report, watch, diff):
+    app.command(context_settings=_HELP)(_with_short_errors(_command))
+app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
+
+# Typer has its own copy of click since 0.16 and does not export it, so the base class of its errors is taken from one
+# of them.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def run(words: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        words: the name of the command and its arguments; by default the arguments of this process.
+
+    Returns:
+        The exit code: 0 if it went well, 1 if the command failed (2 if ``diff`` did), 2 if the arguments are wrong (one
+        line on stderr says why), 130 after Ctrl-C.
+    """
+    try:
+        code = typer.main.get_command(app).main(words, prog_name="disthooks", standalone_mode=False)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "disthooks"
+        line(as_line(f"{error.format_message()} ({where} -h says what there is)"), error=True)
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    return code if isinstance(code, int) else 0

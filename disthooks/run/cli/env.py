@@ -1,0 +1,241 @@
+"""``disthooks env``: show the facts of this machine, and the problems that a run would meet on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from disthooks.run.cli import doctor
+from disthooks.run.cli.doctor import Problem, problems
+from disthooks.run.cli.output import console, document, line, progress, size, speed, table
+
+_WIDTH = 100  # columns at most, also in a pipe: one cell lists all packages
+
+
+def env(
+    as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
+) -> None:
+    """Tell what this machine is, how fast it is, which configuration a run here has, and what would not work.
+
+    It measures the disks (256 MiB or one second each way) and the link to the GPU, and leaves no files. If a launcher
+    starts several processes, only the first one prints.
+    """
+    if doctor.rank() != 0:
+        return
+    with progress(4) as begin:
+        facts = gathered(begin)
+    found = problems(facts)
+    if as_json:
+        document(facts | {"problems": [problem._asdict() for problem in found]})
+    else:
+        _show(facts, found)
+
+
+def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All facts, in the layout of ``--json``.
+
+    Args:
+        begin: called before each step with a text that says what the step does.
+    """
+    begin("looking for a configuration")
+    config, plan = doctor.configuration()
+    wanted: dict[str, list[str]] = {tempfile.gettempdir(): ["temporary"]}
+    if plan is not None:
+        config["missing"] = doctor.missing_sinks(plan)
+        for directory, roles in doctor.directories(plan).items():
+            wanted.setdefault(directory, []).extend(roles)
+    begin("measuring the link to the GPU")
+    link = measured_link()
+    begin(f"measuring {', '.join(wanted)}")
+    directories = [directory_facts(path, roles) for path, roles in wanted.items()]
+    begin("looking at what is installed")
+    return {
+        "versions": doctor.versions(),
+        "system": doctor.system(),
+        "torch": doctor.torch_facts(),
+        "cpu": doctor.cores(),
+        "memory": doctor.memory_facts(),
+        "infiniband": doctor.has_infiniband(),
+        "nvidia": doctor.has_nvidia(),
+        "tools": doctor.tools(),
+        "build_locks": doctor.build_locks(),
+        "link": link,
+        "directories": directories,
+        "config": {"missing": []} | config,
+        "environment": doctor.environment(),
+        "accelerate": doctor.accelerate(),
+    }
+
+
+def _show(facts: dict[str, Any], found: list[Problem]) -> None:
+    out = console()
+    width = min(_WIDTH, out.width)
+    for title, rows in (
+        ("software", _software(facts)),
+        ("machine", _machine(facts)),
+        ("directories", _directories(facts)),
+        ("this run", _run(facts)),
+    ):
+        out.print(table(rows, title=title), width=width)
+    if not found:
+        line("nothing is known that would not work here", "green")
+        return
+    problems = [(i, *problem) for i, problem in enumerate(found, 1)]
+    out.print(table(problems, ("", "would not work", "why", "do")), width=width)
+
+
+Rows = list[tuple[str, str]]
+
+
+def _software(facts: dict[str, Any]) -> Rows:
+    there = {name: version for name, version in facts["versions"].items() if version is not None}
+    rows = [(name, there.pop(name)) for name in ("disthooks", "python", "torch") if name in there]
+    about = facts["torch"]
+    built = f"CUDA {about['cuda']}" if about["cuda"] else f"ROCm {about['hip']}" if about["hip"] else "no GPU"
+    rows += [("built for", f"{built}; driver {about['driver'] or 'none'}")]
+    rows += [("backends", ", ".join(about["backends"]) or "none")]
+    rows += [("installed", ", ".join(f"{name} {version}" for name, version in there.items()))]
+    missing = [name for name, version in facts["versions"].items() if version is None]
+    return [*rows, ("not installed", ", ".join(missing) or "-")]
+
+
+def _machine(facts: dict[str, Any]) -> Rows:
+    memory, cpu, link = facts["memory"], facts["cpu"], facts["link"]
+    rows = [("system", facts["system"])]
+    rows += [("cores", f"{cpu['there']}, {cpu['usable']} usable; torch has {facts['torch']['threads']} threads")]
+    rows += [("memory", f"{size(memory['total_bytes'])}, {size(memory['available_bytes'])} available")]
+    if memory["limit_bytes"] is not None:
+        rows += [("limit of the container", size(memory["limit_bytes"]))]
+    locked = "no limit" if memory["memlock_bytes"] is None else size(memory["memlock_bytes"])
+    rows += [
+        ("may be locked", locked),
+        ("/dev/shm", f"{size(memory['shm_bytes'])}, {size(memory['shm_free_bytes'])} free"),
+    ]
+    for gpu in facts["torch"]["devices"]:
+        room = f"{size(gpu['memory_bytes'])}, {size(gpu['free_bytes'])} free"
+        rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}")]
+    for name in ("pinned", "pageable") if link else ():
+        there, back = speed(link[f"{name}_to_device"]), speed(link[f"{name}_to_host"])
+        rows += [(f"link, {name}", f"{there} to the GPU, {back} to the CPU")]
+    return rows if facts["torch"]["devices"] else [*rows, ("GPUs", "none")]
+
+
+def _directories(facts: dict[str, Any]) -> Rows:
+    rows = []
+    for there in facts["directories"]:
+        told = there["error"]
+        if not told:
+            through = "through the page cache: this may be the speed of memory"
+            how = "past the page cache" if there["direct"] else through
+            speeds = f"writes {speed(there['write_bytes_per_s'])}, reads {speed(there['read_bytes_per_s'])}"
+            told = f"{there['file_system']}, {size(there['free_bytes'])} free; {speeds}, one thread, {how}"
+        rows.append((there["path"], f"{', '.join(there['roles'])}: {told}"))
+    return rows
+
+
+def _run(facts: dict[str, Any]) -> Rows:
+    config, accelerate = facts["config"], facts["accelerate"]
+    found = f"{config['source']} (by {config['origin']})" if config["source"] is not None else "none"
+    rows = [("configuration", found)] + [("passed over", str(text)) for text in config["passed_over"]]
+    if accelerate:
+        kind = accelerate.get("distributed_type") or accelerate["error"]
+        rows += [("accelerate's default", f"{accelerate['path']}: {kind}, {accelerate.get('num_processes')} processes")]
+    return rows + list(facts["environment"].items())
+
+
+# -- how fast bytes move: each measurement takes a second or two, and leaves no files
+
+#: Bounds of one measurement: bytes, and seconds.
+MOST, SECONDS = 256 << 20, 1.0
+_ROOM = 8  # a measurement of a disk takes at most an eighth of its free bytes
+_LEAST = 32 << 20  # bytes; with less room the speed of a disk is not measured
+_COPIES = 8  # how many copies are measured each way
+
+
+def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
+    """The file system of ``path``, and its speed for the same kind of file that ``OnDisk`` would make there.
+
+    Args:
+        path: a directory.
+        roles: the entries of the plan that write there, such as "save.0", or "temporary".
+    """
+    kind = doctor.file_system(path)
+    facts: dict[str, Any] = {
+        "path": path,
+        "roles": roles,
+        "file_system": kind,
+        "in_memory": kind in ("tmpfs", "ramfs", "devtmpfs"),
+        "free_bytes": None,
+        "direct": None,
+        "write_bytes_per_s": None,
+        "read_bytes_per_s": None,
+        "error": None,
+    }
+    try:
+        facts["free_bytes"] = shutil.disk_usage(path).free
+        return facts | _measured(path, min(MOST, facts["free_bytes"] // _ROOM))
+    except OSError as error:
+        return facts | {"error": f"{path}: {error.strerror}"}
+    except RuntimeError as error:  # a StoreError, or there is no memory for the measurement
+        return facts | {"error": " ".join(str(error).split())}
+
+
+def _measured(path: str, most: int) -> dict[str, Any]:
+    """The speed of one thread that moves 8 MiB at a time."""
+    from disthooks.saved.stores.host import AlignedPool
+    from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
+
+    file = ScratchFile(path, "auto")
+    if most < _LEAST:
+        return {"direct": file.direct}
+    lease = AlignedPool().lease(CHUNK)
+    block = memoryview(lease).cast("B")[:CHUNK]
+    block[:] = os.urandom(CHUNK)  # random, because a file system may compress
+    extent = file.allocate(most)
+    try:
+        written, write = _timed(lambda offset: file.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
+        _, read = _timed(lambda offset: file.read(block, extent.offset + offset, CHUNK), written, CHUNK)
+    finally:
+        file.release(extent)
+        file.shrink(keep_peak=False)
+    return {"direct": file.direct, "write_bytes_per_s": write, "read_bytes_per_s": read}
+
+
+def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, float]:
+    """Move ``step`` bytes at a time, up to ``most`` bytes or ``SECONDS``; return the bytes, and bytes a second."""
+    begin, done, took = time.perf_counter(), 0, 0.0
+    while done < most and took < SECONDS:
+        move(done)
+        done += step
+        took = time.perf_counter() - begin
+    return done, done / took
+
+
+def measured_link() -> dict[str, Any] | None:
+    """Bytes a second between CPU memory (pinned, and pageable) and the first GPU, each way; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found: dict[str, Any] = {"error": None}
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        try:
+            host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=pinned)
+            device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
+            for way, target, source in (("to_device", device, host), ("to_host", host, device)):
+                target.copy_(source, non_blocking=True)  # not measured, because the first copy is slow
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(_COPIES):
+                    target.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+                found[f"{name}_{way}"] = source.nbytes * _COPIES / (time.perf_counter() - begin)
+        except RuntimeError as error:  # the device has no room, or no memory can be pinned
+            found |= {f"{name}_to_device": None, f"{name}_to_host": None, "error": f"{name}: {error}".splitlines()[0]}
+    return found

@@ -1,0 +1,447 @@
+"""``disthooks explain``: what a model saves for backward, the memory of a step, and whether it fits in a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import pathlib
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from disthooks.errors import UsageError
+from disthooks.run.cli.output import console, document, line, progress, size, table
+
+#: Seconds after which a search tries no new size or change.
+_PATIENCE = 30.0
+
+if TYPE_CHECKING:
+    from disthooks.predict.answers.advice import Advice
+    from disthooks.predict.answers.fits import Fits
+    from disthooks.predict.explanation import Explanation, ModuleRow
+
+
+def explain(
+    model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
+    file: str | None = typer.Argument(None, help="A hooks file: the step is predicted with its plan, too."),
+    device: str = typer.Option("cuda", help="Whose operators run: cuda (as on an H100), cpu, or a GPU's name."),
+    backend: str | None = typer.Option(None, help="The kernels of attention: flash, efficient, cudnn or math."),
+    dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
+    autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
+    optimizer: str | None = typer.Option(None, help="Add the step of this optimizer, such as adamw."),
+    engine: str | None = typer.Option(None, help="ddp, fsdp1, fsdp2, hsdp, tp, fsdp2+tp, or zero0 to zero3."),
+    world: int = typer.Option(1, min=1, help="The number of ranks."),
+    batch: int | None = typer.Option(None, min=1, help="The batch size of one rank."),
+    seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
+    measured: str | None = typer.Option(
+        None, help="Compare with the log of a run that had this hooks file.", metavar="LOG"
+    ),
+    fits: str | None = typer.Option(
+        None, help="Say whether the step fits in this memory (80GiB), and find the largest sizes that fit."
+    ),
+    advice: bool = typer.Option(True, help="Try changes, and show the best three."),
+    output: str | None = typer.Option(None, "--output", "-o", help="Write a page to this file (.html)."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
+) -> None:
+    """PREDICT what one training step of the model saves, and how much memory it needs. It needs no GPU: nothing runs.
+
+    The step is predicted with tensors that have shapes but no memory, so a large model needs seconds and no GPU. Each
+    storage counts once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and
+    without it.
+    """
+    _check_folder(output)
+    with _warned_once(), progress(4) as begin:
+        begin("importing torch and the model")
+        # The imports take a second or more, so they stand behind the first line of progress.
+        from disthooks._tensors import parse_bytes
+        from disthooks.predict.answers.advice import Tried, advise, what_if
+        from disthooks.predict.answers.fits import fits as find_fits
+        from disthooks.predict.explain import explain as predict
+        from disthooks.predict.fake.builder import Builder
+        from disthooks.report.page.page import page
+        from disthooks.run.cli.workload import find
+
+        limit = None if fits is None else parse_bytes(fits, "--fits")
+        builder = Builder(find(model), name=model)
+        begin("predicting one step")
+        said = predict(
+            builder,
+            plan=file,
+            optimizer=optimizer,
+            engine=engine,
+            world=world,
+            device=device,
+            dtype=dtype,
+            autocast=autocast,
+            backend=backend,
+            batch=batch,
+            seq=seq,
+        )
+        compared = () if measured is None else said.beside(measured)
+        begin("looking for the largest sizes")
+        detail = functools.partial(begin, is_step=False)
+        tried: Tried = {}  # the changes that were run: they run once
+        known: Any = {"patience": _PATIENCE, "progress": detail, "tried": tried}
+        far = None if limit is None else find_fits(builder, said.situation, limit, explanation=said, **known)
+        begin("trying changes")
+        best = advise(builder, said, limit=limit, **known) if advice else []
+        told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
+        told["fits"] = None if far is None else far.to_dict()
+        told["advice"] = [each.to_dict() for each in best]
+        if output is not None:
+            told["what_if"] = what_if(builder, said, best, tried=tried)
+            pathlib.Path(output).write_text(page("explain", told), encoding="utf-8")
+    if as_json:
+        document(told)
+    else:
+        _show_verdict(said, told, far)
+        _show_advice(best)
+        show(said, told)
+        for each in compared:
+            _say(str(each))
+    if output is not None and not as_json:
+        line(f"wrote {output}")
+
+
+def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> None:
+    for text in () if far is None else str(far).splitlines():
+        _say(text)
+    peak, (low, high) = said.peak, said.peak_range
+    with_plan = "" if told["plan"] is None else f" with {told['file']}"
+    around = "" if size(low) == size(high) else f" ({size(low)} to {size(high)})"
+    _say(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
+    if told["plan"] is not None:
+        _say(_without_plan(said, told["file"]))
+    if said.first_bytes > peak.nbytes:
+        _say(f"the first step needs {size(said.first_bytes)}: a store knows only then which tensors to move early")
+    largest = sorted(peak.by_category.items(), key=lambda each: -each[1])[:2]
+    parts = " and ".join(f"{nbytes / peak.nbytes:.0%} of it is {name}" for name, nbytes in largest if nbytes)
+    _say(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
+
+
+def _without_plan(said: Explanation, file: str) -> str:
+    """The peak without the plan, and the reason if the plan hardly lowers it."""
+    before, peak = said.memory.peak, said.peak
+    text = f"the peak without {file} is {size(before.nbytes)}, {before.where}"
+    if peak.nbytes > 0.98 * before.nbytes:
+        name, nbytes = max(peak.by_category.items(), key=lambda each: each[1])
+        text += f": the plan hardly lowers it, because at the peak {size(nbytes)} are {name}"
+    return text
+
+
+def _show_advice(best: list[Advice]) -> None:
+    for number, change in enumerate(best, 1):
+        _say(f"advice {number}: {change.title}: {change.text}")
+        if change.yaml or change.code:
+            for each in (change.yaml or change.code).rstrip().splitlines():
+                line(f"    {each}")
+
+
+def _check_folder(output: str | None) -> None:
+    """Refuse a page that could not be written, before anything takes time."""
+    if output is not None and not pathlib.Path(output).absolute().parent.is_dir():
+        raise UsageError(f"--output={output!r}: there is no folder {str(pathlib.Path(output).parent)!r}; make it first")
+    if output is not None and pathlib.Path(output).is_dir():
+        raise UsageError(f"--output={output!r} is a folder: give the name of a file, such as {output}/page.html")
+
+
+@contextlib.contextmanager
+def _warned_once() -> Iterator[None]:
+    """Show each warning of the user's code once, although the model is built many times."""
+    show_warning, shown = warnings.showwarning, set()
+
+    def show_new(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        if (key := (str(message), filename, lineno)) not in shown:
+            shown.add(key)
+            show_warning(message, category, filename, lineno, *rest, **more)
+
+    warnings.showwarning = show_new
+    try:
+        yield
+    finally:
+        warnings.showwarning = show_warning
+
+
+def _say(text: str, colour: str = "") -> None:
+    """Print a sentence: on a terminal in lines that break between words, and otherwise in one line."""
+    if sys.stdout.isatty():
+        text = textwrap.fill(
+            text, max(40, console().width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    for each in text.splitlines():
+        line(each, colour)
+
+
+# -- the tree of modules
+
+
+class Branch(NamedTuple):
+    """A module, or several modules of one structure in a row, in the tree that is shown.
+
+    Attributes:
+        label: the last part of the name; of several modules the first and the last.
+        kind: the name of the class.
+        times: how many modules it stands for.
+        total: saved bytes of all of them, with the modules inside.
+        children: their parts; a part stands for the same part of each of them.
+    """
+
+    label: str
+    kind: str
+    times: int
+    total: int
+    children: tuple[Branch, ...]
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """The class, and the names and classes inside. Modules in a row with equal structures become one branch."""
+        return self.kind, tuple((child.label, child.times, child.structure) for child in self.children)
+
+    def with_next(self, other: Branch) -> Branch:
+        """A branch for the modules of this one and of ``other``, which has the same structure."""
+        first = self.label.partition("–")[0]
+        label = self.label if other.label == self.label else f"{first}–{other.label.rpartition('–')[2]}"
+        children = tuple(a.with_next(b) for a, b in zip(self.children, other.children, strict=True))
+        count = self.times + (other.times if label != self.label else 0)
+        return Branch(label, self.kind, count, self.total + other.total, children)
+
+
+def folded(rows: tuple[ModuleRow, ...]) -> Branch:
+    """The tree of the modules. Numbered modules in a row with equal structures are one branch.
+
+    >>> from disthooks.predict.explanation import ModuleRow
+    >>> layers = [ModuleRow(f"layers.{i}", "Layer", 1, 8, 8) for i in range(3)]
+    >>> tree = folded((ModuleRow("", "Model", -1, 0, 24), ModuleRow("layers", "ModuleList", 0, 0, 24), *layers))
+    >>> [(child.label, child.times, child.total) for child in tree.children[0].children]
+    [('0–2', 3, 24)]
+    """
+    inside: dict[int, list[int]] = {}
+    for position, row in enumerate(rows):
+        inside.setdefault(row.parent, []).append(position)
+
+    def branch(position: int) -> Branch:
+        row = rows[position]
+        children: list[Branch] = []
+        for each in inside.get(position, ()):
+            new = branch(each)
+            last = children[-1] if children else None
+            is_next = last is not None and new.label.isdigit() and last.structure == new.structure
+            if last is not None and is_next and last.label.partition("–")[0].isdigit():
+                children[-1] = last.with_next(new)
+            else:
+                children.append(new)
+        above = rows[row.parent].name if row.parent >= 0 else ""
+        label = row.name[len(above) + 1 :] if above else row.name
+        return Branch(label, row.kind, 1, row.whole, tuple(children))
+
+    return branch(0)
+
+
+#: Columns of a bar, and of one on a narrow terminal.
+_BAR, _LEAST_BAR = 24, 8
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def bar(part: float, width: int = _BAR) -> str:
+    """A bar that fills ``part`` of ``width`` columns.
+
+    >>> bar(0.5, 4), bar(0.03125, 4)
+    ('██  ', '▏   ')
+    """
+    eighths = round(max(0.0, min(1.0, part)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+class TreeLine(NamedTuple):
+    """A line of the tree.
+
+    Attributes:
+        name: the label, indented by two columns a level.
+        kind: the name of the class.
+        nbytes: the saved bytes.
+        share: their part of all saved bytes; None for a line that stands for small parts.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    share: float | None
+
+
+def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[TreeLine]:
+    """The lines of the tree. The parts of a module that are below ``smallest`` of the whole share one line."""
+    lines: list[TreeLine] = []
+
+    def add(each: Branch, depth: int) -> None:
+        many = f" × {each.times}" if each.times > 1 else ""
+        name = "  " * depth + (each.label or "(model)") + many
+        lines.append(TreeLine(name, each.kind, each.total, each.total / whole))
+        inside = sorted((child for child in each.children if child.total), key=lambda child: -child.total)
+        small = [child for child in inside if child.total < smallest * whole]
+        for child in inside[: len(inside) - len(small)]:
+            add(child, depth + 1)
+        if small:
+            rest = sum(child.total for child in small)
+            lines.append(TreeLine("  " * (depth + 1) + f"{len(small)} smaller", "", rest, None))
+
+    if whole:
+        add(top, 0)
+    return lines
+
+
+def tree_table(lines: list[TreeLine], columns: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The tree as heads and rows of a table that is at most ``columns`` wide.
+
+    A narrow terminal first gets shorter bars, then no classes, and then shorter names.
+
+    >>> lines = [TreeLine("(model)", "Model", 2048, 1.0), TreeLine("  a_long_name", "Linear", 1024, 0.5)]
+    >>> for columns in (80, 50, 38):
+    ...     print(tree_table(lines, columns)[1][1])
+    ('  a_long_name', 'Linear', '1.0 KiB', '████████████              50.0%')
+    ('  a_long_name', '1.0 KiB', '██████▌        50.0%')
+    ('  a_lo…_name', '1.0 KiB', '████      50.0%')
+    """
+    names, kinds = max(len(each.name) for each in lines), max(len("class"), *(len(each.kind) for each in lines))
+    numbers = max(len("saved"), *(len(size(each.nbytes)) for each in lines)) + len(" 100.0%")
+    edges = 13  # of four columns; three columns have 3 less
+    room = columns - edges - numbers - names - kinds
+    has_kinds = room >= _LEAST_BAR
+    if not has_kinds:
+        room += kinds + 3
+    width = max(_LEAST_BAR, min(_BAR, room))
+    longest = max(12, names + min(0, room - width))
+    rows = []
+    for each in lines:
+        share = "" if each.share is None else f"{bar(each.share, width)} {each.share:6.1%}"
+        kind = (each.kind,) if has_kinds else ()
+        rows.append((_shorter(each.name, longest), *kind, size(each.nbytes), share))
+    return ("module", *(("class",) if has_kinds else ()), "saved", "share"), rows
+
+
+def _shorter(name: str, most: int) -> str:
+    """``name`` in at most ``most`` columns, without a part of its middle."""
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    start = most - 1 - end
+    indent = min(len(name) - len(name.lstrip()), start - 1)
+    inside = name.lstrip()
+    return " " * indent + inside[: start - indent] + "…" + inside[len(inside) - end :]
+
+
+# -- the curve
+
+
+def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str]:
+    """The memory over the step as lines of text, with the parts of the step below."""
+    samples = (said.planned or said.memory).timeline.samples
+    record = said.record if said.with_plan is None else said.with_plan.record
+    moments = max(1, len(record.operators))
+    columns = [0] * width
+    for each in samples:
+        place = min(width - 1, each.moment * width // moments)
+        columns[place] = max(columns[place], each.total)
+    for place in range(1, width):
+        columns[place] = columns[place] or columns[place - 1]  # nothing changed in this stretch
+    top = max(columns) or 1
+    lines = []
+    for row in range(height, 0, -1):
+        text = "".join(_vertical(value / top * height - row + 1) for value in columns)
+        scale = size(top * row / height) if row in (height, height // 2) else ""
+        lines.append(f"{scale:>10} │{text}")
+    names = [""] * width
+    for phase, begin in record.phases.items():
+        place = max(0, min(width - len(phase) - 1, begin * width // moments))
+        for offset, letter in enumerate(f"│{phase}"[:width]):
+            names[place + offset] = letter
+    lines.append(" " * 12 + "".join(name or " " for name in names).rstrip())
+    mark, place = "▼ peak", columns.index(top)
+    lines.insert(0, " " * 12 + (" " * place + mark if place + len(mark) <= width else f"{'peak ▼':>{place + 1}}"))
+    return lines
+
+
+def _vertical(part: float) -> str:
+    return " ▁▂▃▄▅▆▇█"[round(max(0.0, min(1.0, part)) * 8)]
+
+
+# -- all of it
+
+
+def show(said: Explanation, told: dict[str, Any]) -> None:
+    """Print an explanation on the terminal.
+
+    Args:
+        said: the explanation.
+        told: the same as a document, with what the command adds to it.
+    """
+    columns = console().width
+    lines = tree_lines(folded(said.modules), said.saved_bytes)
+    if lines:
+        heads, rows = tree_table(lines, columns)
+        console().print(table(rows, heads, right=(len(heads) - 2,), title="saved for backward, by module"))
+        operators = {name: nbytes for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes}
+        console().print(_bars(operators, said.saved_bytes, "operator", "saved for backward, by operator", columns))
+    line("memory over the step")
+    console().print("\n".join(curve_lines(said, max(24, min(72, columns - 13)))))
+    peak = said.peak
+    console().print(_bars(peak.by_category, peak.nbytes, "what", "in memory at the peak", columns))
+    if told["plan"] is not None:
+        _show_plan(told)
+    _show_notes(said, told)
+
+
+def _bars(figures: Mapping[str, int], whole: int, head: str, title: str, columns: int) -> Any:
+    names = max([len(head), *map(len, figures)])
+    width = max(_LEAST_BAR, min(_BAR, columns - names - 10 - len(" 100.0%") - 10))
+    rows = []
+    for name, nbytes in sorted(figures.items(), key=lambda pair: -pair[1]):
+        share = nbytes / whole if whole else 0.0
+        rows.append((name, size(nbytes), f"{bar(share, width)} {share:6.1%}"))
+    return table(rows, (head, "bytes", "share"), right=(1,), title=title)
+
+
+def _show_plan(told: dict[str, Any]) -> None:
+    plan, keys = told["plan"], ("stored", "moved", "shared", "recomputed", "kept")
+    rows = [(name, to, *map(size, figures)) for name, to, *figures in _alike(plan["modules"], keys)]
+    total = ("all", "", *(size(sum(each[key] for each in plan["modules"])) for key in keys))
+    heads = ("module", "goes to", *keys)
+    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"what {told['file']} does"))
+    for where, nbytes in {"in the host's memory": plan["host"], "on disk": plan["disk"]}.items():
+        if nbytes:
+            line(f"the plan keeps at most {size(nbytes)} {where}")
+
+
+def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """Rows of name, place and figures. Modules in a row with equal figures are one row."""
+    rows: list[tuple[Any, ...]] = []
+    for _, group in itertools.groupby(modules, lambda each: (each["to"], *(each[key] for key in keys))):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        name = first["module"] or "(model)"
+        if len(alike) > 1:
+            name += f" … {last['module']} × {len(alike)}"
+        rows.append((name, first["to"], *(sum(each[key] for each in alike) for key in keys)))
+    return rows
+
+
+def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
+    from disthooks.predict.hardware.roofline import format_seconds
+
+    for each in told["unknown"]:
+        where = each["module"] or "the model"
+        _say(f"not known: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
+    for text in told["warnings"]:
+        _say(f"warning: {text}", "yellow")
+    for text in told["not_counted"]:
+        _say(f"not counted: {text}")
+    if said.seconds:
+        parts = ", ".join(f"{phase} {format_seconds(duration)}" for phase, duration in said.seconds.items())
+        _say(f"time on {told['situation']['hardware']}, roughly: {parts}")
+    if said.link_or_compute is not None:
+        _say(f"offload or compute again: {said.link_or_compute}")

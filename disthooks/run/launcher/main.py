@@ -1,0 +1,153 @@
+"""``disthooks launch``: read its command line, run the launcher, and return the launcher's exit code."""
+
+# [Note: accelerate starts one process for MULTI_CPU]
+# Under `distributed_type: MULTI_CPU` accelerate leaves the number of processes to mpirun. Without a hostfile it runs
+# the script once, whatever `num_processes` is, and prints no message. It does the same without a `distributed_type` on
+# a machine without a GPU. Its launcher for several GPUs starts `num_processes` processes, and with
+# ACCELERATE_USE_CPU=true they train on CPUs with gloo. So `disthooks launch` chooses that launcher, and says so on
+# stderr. It changes nothing if mpirun has started it, or if the command line asks for another launcher.
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from disthooks.config import from_config
+from disthooks.config.read import plan_of
+from disthooks.config.source import NAME, VARIABLE, source_of_copy
+from disthooks.errors import DisthooksError, as_line
+from disthooks.run.launcher import accelerate_config, command, failure_report, supervisor
+from disthooks.run.launcher.failure_report import VARIABLE as RECORDS
+from disthooks.run.launcher.worker import Command, check_target, configuration
+
+_FAULTY = 2
+# Environment variables of a process that mpirun has started: it has at least one of them.
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+USAGE = """usage: disthooks launch [--hooks FILE] [accelerate] [OPTIONS of accelerate launch] SCRIPT ARGS...
+       disthooks launch [--hooks FILE] torchrun [OPTIONS of torchrun] SCRIPT ARGS...
+       disthooks launch [--hooks FILE] deepspeed [OPTIONS of deepspeed] SCRIPT ARGS...
+
+Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. The configuration is FILE, else the
+'disthooks' section of accelerate's configuration, which accelerate does not get to see, else that of disthooks.run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch a job and wait for it.
+
+    Args:
+        argv: the words after ``disthooks launch``.
+
+    Returns:
+        The launcher's exit code; 2, with nothing started, if the command line or the configuration is wrong.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else _FAULTY
+    with tempfile.TemporaryDirectory(prefix="disthooks-") as folder:
+        try:
+            launch = command.read(argv)
+            check_target(launch.script, launch.module)
+            launch, hooks, environment = _configured(launch, pathlib.Path(folder))
+            launch, more = _several_on_cpus(launch)
+            environment |= more
+        except DisthooksError as error:
+            print(as_line(error), file=sys.stderr)
+            return _FAULTY
+        return _run(launch, hooks, folder, environment)
+
+
+def _configured(
+    launch: command.LaunchCommand, folder: pathlib.Path
+) -> tuple[command.LaunchCommand, str | None, dict[str, str]]:
+    """Check the configuration before anything is started.
+
+    Returns:
+        The command line, which names a copy of accelerate's configuration without the section ``disthooks`` if there
+        is one; the path of the hooks file, None if DeepSpeed's JSON has the configuration; and variables to set in the
+        launcher's environment.
+    """
+    if launch.launcher == "accelerate":
+        named = launch.chosen.config_file
+        path = named or accelerate_config.default_file()
+        exists = os.path.isfile(named) if named else path is not None  # if a named file is missing, accelerate says so
+        parts = accelerate_config.split(path, folder) if exists and path is not None else None
+        if parts is not None:
+            section, rest = parts
+            options = (*launch.options, "--config_file", rest)  # of two --config_file the last one counts
+            launch = dataclasses.replace(launch, options=options)
+            if launch.hooks is None:
+                plan_of(source_of_copy(section, str(path)))
+                if os.environ.get(VARIABLE):
+                    _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
+                return launch, section, {NAME: str(path)}
+            _warn(f"--hooks is given: the disthooks section of {path} is not read")
+    source: Any = configuration(Command(launch.script, launch.module, launch.args, launch.hooks)).source
+    from_config(source)
+    return launch, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None, {}
+
+
+def _warn(text: str) -> None:
+    print(f"disthooks: warning: {text}", file=sys.stderr)
+
+
+def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchCommand, dict[str, str]]:
+    """Let accelerate start all processes on CPUs. See [Note: accelerate starts one process for MULTI_CPU].
+
+    Returns:
+        The command line, and variables to set in the launcher's environment.
+    """
+    chosen = launch.chosen
+    if launch.launcher != "accelerate" or any(name in os.environ for name in _OF_MPI):
+        return launch, {}
+    config = accelerate_config.values(chosen.config_file)
+    count, nodes = (getattr(chosen, name) or config.get(name) or 1 for name in ("num_processes", "num_machines"))
+    others = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
+    is_other = any(getattr(chosen, name, False) for name in others)
+    is_other |= bool((config.get("mpirun_config") or {}).get("mpirun_hostfile"))
+    kind = config.get("distributed_type", "")
+    if kind == "FSDP" and not _has_gpu():
+        _warn(
+            "distributed_type: FSDP, and this machine has no GPU: accelerate makes DDP of it with "
+            "ACCELERATE_USE_CPU=true, or else wraps no model. For FSDP2 on CPUs let torchrun start a script that calls "
+            "fully_shard"
+        )
+    if is_other or count < 2 or nodes > 1 or kind not in ("", "MULTI_CPU") or (not kind and _has_gpu()):
+        return launch, {}
+    where = "for MULTI_CPU" if kind else "on a machine without a GPU"
+    print(
+        f"disthooks: accelerate starts one process {where}, unless mpirun starts it: disthooks launch has it "
+        f"start {count}, which train on this machine's CPUs with gloo",
+        file=sys.stderr,
+    )
+    return dataclasses.replace(launch, options=(*launch.options, "--multi_gpu")), {"ACCELERATE_USE_CPU": "true"}
+
+
+def _has_gpu() -> bool:
+    import torch  # it takes a second or two, and most command lines do not need it
+
+    return torch.accelerator.is_available()
+
+
+def _run(launch: command.LaunchCommand, hooks: str | None, folder: str, variables: dict[str, str]) -> int:
+    """Run the launcher, and end the workers that outlive it. If it failed, print the rank that failed first."""
+    records = os.path.abspath(os.environ.get(RECORDS) or os.path.join(folder, "records"))
+    began = time.time()
+    environment = {RECORDS: records} | ({VARIABLE: hooks} if hooks else {}) | variables
+    code, signals = supervisor.run(launch.launcher, command.launcher_arguments(launch, hooks), environment)
+    if code == 128 + signal.SIGINT:  # the launcher had the terminal, so it got the Ctrl-C and this process did not
+        signals = signals or [signal.SIGINT]
+    ranks = failure_report.read(pathlib.Path(records), since=began)
+    left = [rank.values for rank in ranks if not rank.has_ended]
+    supervisor.end_workers(left, f"{RECORDS}={records}", interrupted=signal.SIGINT in signals)
+    if code:
+        sys.stdout.flush()
+        ranks = failure_report.read(pathlib.Path(records), since=began)
+        print(failure_report.tell(ranks, signals), end="", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,265 @@
+"""One worker, ``python -m disthooks.run``: read the command line, begin a session, run the script, and exit."""
+
+# [Note: the script runs as Python would run it]
+# The script runs as the module `__main__`, in a new module object, with its own `sys.argv` and `sys.path[0]`. Pickles,
+# dataclasses and the spawn method of multiprocessing look up names in `__main__`. `runpy` is not enough: it removes the
+# module when the script ends, while threads and exit functions still use it. A traceback begins at the script's own
+# first frame.
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from disthooks.config.locate import ConfigLocation, locate_config, read_plan
+from disthooks.config.source import VARIABLE
+from disthooks.errors import DisthooksError, UsageError, as_line
+from disthooks.run.launcher import failure_report
+from disthooks.run.launcher.session import Session
+
+USAGE = """usage: python -m disthooks.run [--hooks FILE] [--] SCRIPT ARGS...
+       python -m disthooks.run [--hooks FILE] -m MODULE ARGS...
+
+Runs SCRIPT (or MODULE) as python would and attaches what FILE says when it trains. Without --hooks the file is
+what DISTHOOKS_CONFIG names, else the 'disthooks' of DeepSpeed's configuration, else ./disthooks.yaml or
+./hooks.yaml."""
+
+# The deepspeed launcher puts these options in front of all other arguments. They belong to the script.
+_OF_DEEPSPEED = ("--local_rank=", "--local-rank=")
+
+
+@dataclass(frozen=True)
+class Command:
+    """The parts of a worker's command line.
+
+    Attributes:
+        target: the path of a script, or the name of a module.
+        module: whether ``target`` is the name of a module.
+        args: the arguments of the script or module.
+        hooks: the file that ``--hooks`` names; None without ``--hooks``.
+    """
+
+    target: str
+    module: bool = False
+    args: tuple[str, ...] = ()
+    hooks: str | None = None
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Read the options in front of the script. All words after the script are its arguments.
+
+    Raises:
+        UsageError: if an option is not known, or there is no script.
+
+    >>> parse(["--hooks", "h.yaml", "train.py", "--hooks", "mine"])
+    Command(target='train.py', module=False, args=('--hooks', 'mine'), hooks='h.yaml')
+    >>> parse(["--local_rank=1", "-m", "pkg.train", "-m"]).args
+    ('--local_rank=1', '-m')
+    """
+    rest, hooks, module = list(argv), None, False
+    passed: list[str] = []
+    while rest and rest[0].startswith("-") and not module:
+        option, _, value = rest.pop(0).partition("=")
+        if option == "--":
+            break
+        if option in ("-h", "--help"):
+            print(USAGE)
+            sys.exit(0)
+        if f"{option}=".startswith(_OF_DEEPSPEED):
+            passed.append(f"{option}={value}")
+        elif option == "--hooks":
+            hooks = value or (rest.pop(0) if rest else None)
+            if not hooks:
+                raise UsageError("--hooks needs the path of a file")
+        elif option in ("-m", "--module"):
+            module = True
+        else:
+            raise UsageError(f"disthooks.run has no option {option}; the script's own options stand after it")
+    if rest and rest[0] in ("-m", "--module") and not module:  # after --
+        module, rest = True, rest[1:]
+    if not rest:
+        raise UsageError("there is no script to run")
+    return Command(rest[0], module, (*passed, *rest[1:]), hooks)
+
+
+def check_target(target: str, module: bool) -> None:
+    """Check that there is a script or a module of that name, before a configuration is searched for.
+
+    Raises:
+        UsageError: if there is none. The message names a script in the same folder with a similar name.
+    """
+    if module:
+        name = target.partition(".")[0]
+        here = pathlib.Path(name)
+        try:
+            exists = here.is_dir() or here.with_suffix(".py").exists() or importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            exists = False
+        if not exists:
+            raise UsageError(
+                f"there is no module {target!r}: Python finds none in {os.getcwd()} or where it is installed"
+            )
+    elif not os.path.exists(target):
+        path = pathlib.Path(target)
+        scripts = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, scripts, n=1, cutoff=0.6)
+        hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+        raise UsageError(f"there is no script {target!r} in {path.parent.resolve()}{hint}")
+
+
+def execute(command: Command) -> None:
+    """Run the script or module to its end. Its exceptions are raised here, ``SystemExit`` too.
+
+    See [Note: the script runs as Python would run it].
+    """
+    if command.module:
+        _module(command)
+    elif pathlib.Path(command.target).is_dir() or command.target.endswith((".zip", ".pyz")):
+        sys.argv = [command.target, *command.args]
+        _first_on_path(command.target)
+        runpy.run_path(command.target, run_name="__main__")
+    else:
+        _script(command)
+
+
+def _script(command: Command) -> None:
+    path = command.target
+    sys.argv = [path, *command.args]
+    _first_on_path(os.path.dirname(os.path.realpath(path)))
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: {error}", file=sys.stderr)
+        sys.exit(2)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main = _main(__file__=path, __loader__=loader, __spec__=None, __package__=None, __cached__=None)
+    exec(loader.source_to_code(source, path), main.__dict__)
+
+
+def _module(command: Command) -> None:
+    sys.argv = ["-m", *command.args]
+    _first_on_path(os.getcwd())
+    spec = importlib.util.find_spec(command.target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{command.target}.__main__")
+    code: Any = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, _Coded) else None
+    if spec is None or code is None:
+        print(f"{sys.executable}: No module named {command.target}", file=sys.stderr)
+        sys.exit(1)
+    sys.argv[0] = spec.origin or command.target
+    names = {"__file__": spec.origin, "__loader__": spec.loader, "__cached__": spec.cached}
+    main = _main(__spec__=spec, __package__=spec.parent, **names)
+    exec(code, main.__dict__)
+
+
+_Coded = (importlib.machinery.SourceFileLoader, importlib.machinery.SourcelessFileLoader)
+
+
+def _main(**names: Any) -> types.ModuleType:
+    """Make a new ``__main__``. See [Note: the script runs as Python would run it]."""
+    main = types.ModuleType("__main__")
+    vars(main).update(names, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    return main
+
+
+def _first_on_path(folder: str) -> None:
+    """Put ``folder`` first on the path, in the place of the working directory, which ``python -m`` has put there."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = [folder]
+
+
+_FAULTY = 2
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the script of the command line, and end the process with the script's exit code.
+
+    If the arguments or the configuration are wrong, the exit code is 2 and the script does not start.
+
+    Args:
+        argv: the arguments; those of this process by default.
+    """
+    try:
+        command = parse(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        print(f"{as_line(error)}\n{USAGE}", file=sys.stderr)
+        sys.exit(_FAULTY)
+    record = failure_report.Record(os.environ.get(failure_report.VARIABLE) or None)
+    try:
+        check_target(command.target, command.module)
+        location = configuration(command)
+        if command.hooks:  # the script's own disthooks.prepare(model, optimizer) finds the same file
+            os.environ[VARIABLE] = os.path.abspath(command.hooks)
+        session = Session(read_plan(location), location, command.hooks)
+    except DisthooksError as error:
+        record.end("configuration", error)
+        print(as_line(error), file=sys.stderr)
+        sys.exit(_FAULTY)
+    session.arm()
+    record.catch_signals()
+    _run(command, record, session)
+
+
+def _run(command: Command, record: failure_report.Record, session: Session) -> NoReturn:
+    """Run the script, and write the record.
+
+    If the script raises an error or is interrupted, the record is written before the hooks are taken off. Otherwise it
+    is written after that, because it contains the outcomes of the hooks.
+    """
+    here = os.getpid()
+    try:
+        execute(command)
+    except SystemExit as error:
+        code = error.code or 0 if error.code is None or isinstance(error.code, int) else 1
+        more = session.finish(here, failed=bool(code))
+        record.end("exit" if code else "finished", error if code else None, code, **more)
+        raise
+    except KeyboardInterrupt as error:
+        record.end("interrupted", error)
+        session.finish(here, failed=True)
+        raise
+    except BaseException as error:
+        # The record is written first, with the time of the error: taking the hooks off may wait for the device.
+        record.end("exception", error)
+        trace = failure_report.shortened(error)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        session.finish(here, failed=True)
+        sys.exit(1)
+    record.end("finished", None, 0, **session.finish(here))
+    sys.exit(0)
+
+
+def configuration(command: Command) -> ConfigLocation:
+    """Find the configuration. DeepSpeed's is searched for in the JSON files that the script's arguments name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    return locate_config(command.hooks, _deepspeed_config(command.args))
+
+
+def _deepspeed_config(args: Sequence[str]) -> dict[str, Any] | None:
+    values = [argument.rpartition("=")[2] for argument in args]  # FILE in --deepspeed_config=FILE, or an argument FILE
+    for name in [*values, os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]:
+        if name.endswith(".json") and pathlib.Path(name).is_file():
+            try:
+                config = json.loads(pathlib.Path(name).read_text())
+            except (OSError, ValueError):
+                continue
+            if isinstance(config, dict) and "disthooks" in config:
+                return config
+    return None

@@ -1,0 +1,625 @@
+"""blame(): the module that made it and not one that passed it on; nothing changes, nothing waits, nothing is silent."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import gc
+import math
+import threading
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import disthooks as dh
+from disthooks.errors import AttachError, NonFiniteError
+from disthooks.report.watch.blame import Blamed
+from disthooks.report.watch.finite import zero_or_nan
+from tests.support.replicas import data_parallel, replicate
+
+
+def finite(tensor: torch.Tensor, only_nan: bool = False) -> bool | None:
+    flag = zero_or_nan(tensor, only_nan)
+    return None if flag is None else float(flag) == 0
+
+
+class Log(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - 1).log()
+
+
+class Block(nn.Module):
+    """A division between two children, and a keyword argument on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return self.last(self.act(self.first(x)) / by)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.head = Block(), Block(), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return self.head(self.two(self.one(x), by=by))
+
+
+def only(found: Any) -> Blamed:
+    (one,) = found.report().found
+    return one
+
+
+def test_the_one_that_made_it_and_not_those_after_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Log(), nn.Linear(3, 3), nn.ReLU())
+    x = torch.zeros(2, 3)
+    nn.init.eye_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    with dh.blame(model) as found:
+        model(x + 3)
+        assert str(found.report()) == "1 forwards, 5 module calls: every output was finite"
+        model(x + 3)
+        model(x)
+        model(x)
+    assert only(found) == Blamed(0, 2, "1", "Log", 0, True, True, "1")
+    assert found.forwards == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_said(value: float) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.two.last.weight[1, 2] = value
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3))
+    assert only(found) == Blamed(0, 0, "two.last", "Linear", 0, True, False, "two.last")
+
+
+def test_code_between_children_is_blamed_on_the_module_that_has_it() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3), by=0.0)
+    assert only(found) == Blamed(0, 0, "two", "Block", 0, True, True, "two.last")
+    assert "first seen in the output of two.last, inside it" in str(found.report())
+
+
+def test_a_bad_batch_is_blamed_on_nobody() -> None:
+    model, x = Net(), torch.ones(4, 3)
+    x[2, 1] = math.nan
+    with dh.blame(model) as found:
+        model(x)
+        with torch.no_grad():
+            model.head.weight.fill_(math.inf)  # later, and in another forward
+        model(torch.ones(4, 3))
+    assert only(found) == Blamed(0, 0, "one.first", "Linear", 0, False, True, "one.first")
+    assert "its inputs were not finite, and no module before it made them so" in str(found.report())
+
+
+def test_another_that_makes_one_later_does_not_excuse_the_batch() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.log = nn.Linear(3, 3), Log()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.left(x) + self.log(torch.zeros(3))
+
+    with dh.blame(model := Branches()) as found:
+        model(torch.full((2, 3), math.nan))
+    assert only(found) == Blamed(0, 0, "left", "Linear", 0, False, True, "left")
+
+
+def test_an_output_that_is_changed_in_place_afterwards() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x).zero_().sub_(1).log_()
+
+    with dh.blame(model := InPlace()) as found, torch.no_grad():
+        model(torch.ones(2, 3))
+    assert only(found) == Blamed(0, 0, "", "InPlace", 0, True, True, "")
+
+
+def test_weights_are_looked_at_in_every_forward() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3))
+        model.head.bias.data.fill_(math.nan)  # which is not counted as a change
+        model(torch.ones(4, 3))
+    assert only(found) == Blamed(0, 1, "head", "Linear", 0, True, False, "head")
+
+
+def test_forwards_of_data_parallel_are_its_own() -> None:
+    model = data_parallel(Net())
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3))
+        model(torch.full((4, 3), math.nan))
+    assert found.forwards == 2
+    assert only(found).forward == 1
+
+
+def test_the_call_that_made_it_is_counted_in_its_forward() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = Log()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.log(self.log(x * 0 + 4).abs() + 2) + self.log(x)
+
+    model = Twice()
+    with dh.blame(model) as found:
+        model(torch.full((2,), 2.0))
+        model(torch.full((2,), -2.0))
+    assert only(found) == Blamed(0, 1, "log", "Log", 2, True, True, "log")
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor | None
+    states: list[torch.Tensor]
+
+
+class BaseModelOutput(collections.OrderedDict):
+    def __init__(self, t: torch.Tensor) -> None:
+        super().__init__(last=t)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda t: {"a": [t, None]}, lambda t: Output(None, [t]), lambda t: (1, (t,)), BaseModelOutput]
+)
+def test_outputs_in_whatever_they_are_nested(made: Any) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return made(x.log())
+
+    with dh.blame(Odd()) as found:
+        found._model(torch.tensor([-1.0]))
+    assert only(found).module == ""
+
+
+SPECIAL = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e5m2,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", SPECIAL, ids=str)
+@pytest.mark.parametrize("place", [0, 7, 64, 998])
+def test_every_dtype_and_place(dtype: torch.dtype, place: int) -> None:
+    tensor = torch.ones(999).to(dtype)
+    largest = torch.finfo(dtype).max
+    tensor[0], tensor[1] = largest, -largest
+    assert finite(tensor)
+    for value in (math.nan, math.inf, -math.inf):
+        bad = tensor.clone()
+        bad[place] = value
+        assert not finite(bad)
+        assert finite(bad, only_nan=True) == (not math.isnan(value))
+        assert not finite(bad.view(27, 37).t())
+
+
+def test_what_has_no_elements_or_no_memory_is_not_looked_at() -> None:
+    assert finite(torch.ones(0)) is None
+    assert finite(torch.ones(3, device="meta")) is None
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    assert finite(freed) is None
+    assert not finite(torch.tensor([0.0, math.nan]).to_sparse())
+
+
+def train(attach: bool) -> tuple[list[torch.Tensor], Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = dh.blame(model) if attach else None
+    for step in range(3):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], found
+
+
+class NoSync(TorchDispatchMode):
+    """Raises where an operator would wait for a device, to read a number or to learn a shape."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "equal", "masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+def test_training_is_bit_identical_and_host_syncs_are_none() -> None:
+    plain, _ = train(False)
+    with (
+        NoSync(),
+        mock.patch("disthooks.report.watch.finite._FEW", 4),  # put together within these few steps
+    ):
+        watched, found = train(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    with NoSync(), pytest.raises(AssertionError):
+        torch.ones(1)[torch.tensor(0)]
+    assert found.report().calls == 3 * 10
+    assert found.report().found == ()
+
+
+def test_nothing_is_kept_alive_and_pending_is_bounded() -> None:
+    model = Net()
+    with dh.blame(model) as found, torch.no_grad():
+        y = model(torch.ones(4, 3))
+        gone = weakref.ref(y)
+        del y
+        gc.collect()
+        assert gone() is None
+        for _ in range(60):
+            model(torch.ones(4, 3))
+        (book,) = found._first_calls[False].values()
+        assert len(book._pending) < 256
+        for _ in range(60):
+            model(torch.full((4, 3), math.nan))
+    assert only(found).forward == 61
+
+
+def test_hooks_leave_and_do_not_follow_copies() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        copied = copy.deepcopy(model)
+        copied(torch.full((4, 3), math.nan))
+        assert found.calls == 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert "torch.compile ran the model without Python" in str(found.report())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoints_second_forward_is_not_another_one(reentrant: bool) -> None:
+    class Checked(Net):
+        def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+            return self.head(checkpoint(self.one, x, use_reentrant=reentrant))
+
+    model = Checked()
+    x = torch.ones(4, 3, requires_grad=True)
+    model(x).sum().backward()
+    expected = model.one.first.weight.grad.clone()
+    model.zero_grad()
+    with dh.blame(model) as found:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+    assert torch.equal(model.one.first.weight.grad, expected)
+    report = found.report()
+    assert (report.forwards, report.calls) == (2, 2 * 6)
+    assert not found._threads.frames
+
+
+class Root(nn.Module):
+    """Its output is finite at 0, and its derivative is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sqrt()
+
+
+class Between(nn.Module):
+    """A root in its own code, between two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((self.first(x) * 0).sqrt())
+
+
+def rooted(is_zero: bool = False) -> nn.Module:
+    """Three layers; the second one is a block that begins with a root, of zeros if ``is_zero``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Root(), nn.Linear(3, 3)), nn.Linear(3, 3))
+    return to_zero(model) if is_zero else model
+
+
+def to_zero(model: Any) -> Any:
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    return model
+
+
+def test_a_nan_of_backward_is_blamed_on_the_module_that_made_it() -> None:
+    model = rooted()
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3)).sum().backward()
+        assert "every output and gradient was finite" in str(found.report())
+        to_zero(model)(torch.ones(4, 3)).sum().backward()
+        model(torch.full((4, 3), math.nan)).sum().backward()
+    assert only(found) == Blamed(0, 1, "1.0", "Root", 0, True, True, "1.0", in_backward=True)
+    assert str(found.report()).startswith(
+        "first non-finite gradient:\n  rank 0, backward of forward 1: 1.0 (Root), call 0"
+    )
+
+
+def test_what_comes_first_is_reported() -> None:
+    model = rooted()
+    with dh.blame(model) as found:
+        model(torch.full((4, 3), math.nan)).sum().backward()
+        to_zero(model)(torch.ones(4, 3)).sum().backward()
+    assert (only(found).forward, only(found).in_backward, only(found).module) == (0, False, "0")
+
+
+def test_a_nan_of_the_code_between_children_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Between(), nn.Linear(3, 3))
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3)).sum().backward()
+    assert only(found) == Blamed(0, 0, "1", "Between", 0, True, True, "1.first", in_backward=True)
+    assert str(only(found)).endswith("that of its input was not; first seen at the input of 1.first, inside it")
+
+
+def test_a_nan_of_the_loss_is_blamed_on_no_module() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        (model(torch.ones(4, 3)).sum() * 0).sqrt().backward()
+    one = only(found)
+    assert (one.in_backward, one.inputs_finite) == (True, False)
+    assert "no module after it made it so: the loss" in str(one)
+
+
+def test_gradients_of_float16_are_left_out() -> None:
+    model = rooted(is_zero=True)
+    with dh.blame(model) as found, torch.autocast("cpu", torch.float16):
+        model(torch.ones(4, 3)).float().sum().backward()
+    assert found.report().found == ()
+    assert "gradients: there are some in float16" in str(found.report())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_nan_of_backward_under_a_checkpoint(reentrant: bool) -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Root(), nn.Linear(3, 3))
+            to_zero(self.block)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, self.first(x), use_reentrant=reentrant)
+
+    model = Checked()
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3)).sum().backward()
+    # A reentrant checkpoint makes the graph of its block in backward, so only what is around it is seen.
+    assert only(found).in_backward
+    assert (only(found).module, only(found).inputs_finite) == (("first", False) if reentrant else ("block.1", True))
+
+
+def test_no_hook_stays_on_a_leaf_or_keeps_the_model() -> None:
+    class Tied(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x @ weight
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.tied = nn.Parameter(torch.ones(3, 3)), Tied()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tied(x, self.weight)
+
+    model = Whole()
+    found = dh.blame(model)
+    out = model(torch.ones(2, 3, requires_grad=True))
+    assert not model.weight._backward_hooks
+    alive = weakref.ref(model.tied)
+    found.remove()
+    del model, found
+    gc.collect()
+    assert alive() is None
+    out.sum().backward()  # the hooks in the graph do nothing any more
+
+
+def test_raise_error_stops_in_backward() -> None:
+    model = rooted(is_zero=True)
+    with dh.blame(model, raise_error=True), pytest.raises(NonFiniteError, match=r"backward of forward 0: 1.0 \(Root\)"):
+        model(torch.ones(4, 3)).sum().backward()
+
+
+def test_raise_error_stops_at_the_module() -> None:
+    model = Net()
+    with dh.blame(model, raise_error=True) as found:
+        model(torch.ones(4, 3))
+        with pytest.raises(
+            NonFiniteError, match=r"forward 1: one.first \(Linear\), call 0: its inputs were not finite"
+        ):
+            model(torch.full((4, 3), math.inf))
+        assert not found._threads.frames
+        with pytest.raises(FloatingPointError, match="one"):
+            model(torch.full((4, 3), math.inf))
+
+
+def test_an_exception_leaves_no_frame() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(4, 5))
+        assert not found._threads.frames
+        model(torch.full((4, 3), math.nan))
+    assert only(found).forward == 1
+
+
+def test_infinities_on_purpose() -> None:
+    class Mask(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(x, -math.inf).triu(1)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask, self.soft = Mask(), nn.Softmax(-1)
+
+        def forward(self, x: torch.Tensor, all_of_it: bool) -> torch.Tensor:
+            return self.soft(x - math.inf if all_of_it else x + self.mask(x))
+
+    model = Masked()
+    with dh.blame(model) as strict, dh.blame(model, only_nan=True) as lenient:
+        model(torch.ones(3, 3), False)
+        assert lenient.report().found == ()
+        model(torch.ones(3, 3), True)
+    assert only(strict).module == "mask"
+    assert only(lenient) == Blamed(0, 1, "soft", "Softmax", 0, True, True, "soft")
+
+
+def test_compiled_parts_are_left_out_and_said() -> None:
+    model = Net()
+    model.two.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"does not look at 4 modules .* \(two, two\.first"):
+        found = dh.blame(model)
+    model(torch.full((4, 3), math.nan))
+    assert only(found).module == "one.first"
+    assert "not looked at: 4 modules that were compiled" in str(found.report())
+    assert found.report().calls == 1 + 4 + 1  # the model, one with its three, and the head
+
+    with pytest.raises(AttachError, match="code compiled before calls no new hooks"):
+        dh.blame(torch.compile(model, backend="eager"))
+    with dh.blame(model) as found:
+        torch.compile(model, backend="eager")(torch.full((4, 3), math.nan))
+    assert "torch.compile ran the model without Python" in str(found.report())
+
+
+def test_transforms_are_left_alone_and_said() -> None:
+    model = nn.Linear(3, 3)
+    with dh.blame(model) as found:
+        torch.func.vmap(model)(torch.ones(5, 3))
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(3))
+    assert "2 module calls inside torch.func" in str(found.report())
+
+
+def test_submodules_called_by_themselves_and_without_grad() -> None:
+    model = Net()
+    with dh.blame(model) as found, torch.inference_mode():
+        model.one(torch.ones(4, 3))
+        model.one(torch.full((4, 3), math.nan))
+        model(torch.ones(4, 3))
+    assert only(found) == Blamed(0, 0, "one.first", "Linear", 1, False, True, "one.first")
+
+
+def test_a_batch_that_is_filled_behind_torchs_back() -> None:
+    model, x = Net(), torch.ones(4, 3)
+    seen_by_others = x.numpy()
+    with dh.blame(model) as found:
+        model(x)
+        seen_by_others[1, 1] = math.nan
+        model(x)
+    assert only(found) == Blamed(0, 1, "one.first", "Linear", 0, False, True, "one.first")
+
+
+def test_replicas_in_threads() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        replicas = replicate(model, 2)
+        batches = [torch.ones(4, 3), torch.full((4, 3), 1e38)]  # the second one overflows, and no input is bad
+        with torch.no_grad():
+            replicas[0].one.first.weight.copy_(torch.full((3, 3), 1e38))
+            replicas[1].one.first.weight.copy_(torch.full((3, 3), 1e38))
+        threads = [threading.Thread(target=r, args=(b,)) for r, b in zip(replicas, batches, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    one = only(found)
+    assert (one.inputs_finite, one.weights_finite, one.forward) == (True, True, 0)
+    assert one.kind in ("Linear", "Block")
+    assert found.calls == 20
+
+
+def test_a_nan_of_backward_in_replicas() -> None:
+    """Forward runs in threads, and backward in another one."""
+    model, outputs = rooted(), list[torch.Tensor]()
+    with dh.blame(model) as found:
+        for replica in replicate(model, 2):
+            if outputs:
+                with torch.no_grad():
+                    replica[0].weight.zero_()
+                    replica[0].bias.zero_()
+            thread = threading.Thread(target=lambda run=replica: outputs.append(run(torch.ones(4, 3))))
+            thread.start()
+            thread.join()
+        sum(outputs).sum().backward()
+    assert only(found) == Blamed(0, 0, "1.0", "Root", only(found).call, True, True, "1.0", in_backward=True)
+
+
+class Attention(nn.Module):
+    """A mask of ``-inf`` goes through it; ``by`` divides between two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.soft, self.norm = nn.Identity(), nn.Softmax(-1), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, by: float) -> torch.Tensor:
+        scores = self.soft(x @ x.T + self.mask(mask))
+        return self.norm(scores @ x / by)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(3, 3), Attention(), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return self.last(self.attention(self.first(x), mask, by))
+
+
+def _causal(all_of_it: bool = False) -> torch.Tensor:
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    mask[2] = -math.inf if all_of_it else mask[2]
+    return mask
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_mask_is_no_fault(raises: bool) -> None:
+    """Neither of who is given it, nor of who passes it on."""
+    model = Masked()
+    with dh.blame(model, raise_error=raises) as found:
+        model(torch.randn(4, 3), _causal())
+    assert found.report().found == ()
+    assert "every output was finite" in str(found.report())
+
+
+def test_who_made_it_was_given_a_mask() -> None:
+    """The norm inside got it first, and is right; the model had the mask, too."""
+    model = Masked()
+    with dh.blame(model) as found:
+        model(torch.randn(4, 3), _causal())
+        model(torch.randn(4, 3), _causal(), by=0.0)
+    assert only(found) == Blamed(0, 1, "attention", "Attention", 0, True, True, "attention.norm", True)
+    assert "its inputs were finite but for -inf, as in a mask, and its weights were finite" in str(found.report())
+    assert Blamed.of(only(found).numbers()) == only(found)
+
+
+def test_a_row_that_is_all_masked_is_of_who_computes_it() -> None:
+    model = Masked()
+    with dh.blame(model) as found:
+        model(torch.randn(4, 3), _causal(all_of_it=True))
+    assert (only(found).module, only(found).masked) == ("attention.soft", True)
+
+
+def test_an_overflow_between_two_modules_is_of_the_code_there() -> None:
+    """The second one was given ``+inf``, which no mask has."""
+    model = Net()
+    with torch.no_grad():
+        model.two.first.weight.zero_()
+        model.two.first.bias.fill_(1.0)
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3), by=0.0)
+    assert only(found) == Blamed(0, 0, "two", "Block", 0, True, True, "two.last")

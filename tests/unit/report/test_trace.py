@@ -1,0 +1,482 @@
+"""trace(): the order of the hooks, what it prints, and that tracing changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pathlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.functional import relu
+from torch.utils.checkpoint import checkpoint
+
+import disthooks as dh
+from disthooks import _handles
+from disthooks._torch import StorageRef, top_hooks
+from disthooks.errors import MatchError, MutationError, UsageError
+from disthooks.report.watch.trace import KINDS, Trace
+from disthooks.saved.pipeline import pipeline
+
+
+class Structured(nn.Module):
+    """A dict of a tuple; a module whose inputs need no gradient, another called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.both = nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        h = self.fc(x)
+        return {"main": (self.both(input1=h, input2=h), h), "n": 3}
+
+
+class Views(nn.Module):
+    """Views, and changes in place of module outputs and of views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.act = nn.ReLU(inplace=True)
+        self.same = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.fc(x))
+        h += 1
+        self.act(h[:, :2])
+        return self.same(h).t().chunk(2)[0]
+
+
+def plain(inplace: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 2))
+
+
+def frozen() -> nn.Module:
+    model = plain()
+    model[0].requires_grad_(False)
+    return model
+
+
+def leaves(value: object) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def step(model: nn.Module) -> list[torch.Tensor]:
+    """Outputs and gradients of one step, of the input too."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = torch.randn(5, 3, requires_grad=True)
+    outputs = leaves(model(x))
+    sum(y.square().sum() for y in outputs).backward()
+    grads = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+    return [t.detach().clone() for t in (*outputs, *grads)]
+
+
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def hooks_of(model: nn.Module) -> int:
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    count = sum(len(getattr(part, kind)) for part in model.modules() for kind in kinds)
+    for leaf in model.parameters():
+        count += len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ())
+    return count
+
+
+MODELS = [plain, lambda: plain(inplace=True), Structured, Views, frozen]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=["plain", "inplace", "structured", "views", "frozen"])
+def test_outputs_and_gradients_are_bit_identical_and_nothing_is_left(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    expected = step(twin)
+    with dh.trace(model, print=None) as traced:
+        assert same(step(model), expected)
+    assert traced.events
+    assert hooks_of(model) == 0
+    assert top_hooks(True) is None
+    assert _handles.listeners == ()
+
+
+def test_the_order_of_the_kinds() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    with dh.trace(model, "0", print=None, full_backward=True) as traced:
+        model(torch.randn(5, 3, requires_grad=True)).sum().backward()
+    kinds = [event.kind for event in traced.events]
+    for leaf in ("0.weight", "0.bias"):
+        mine = [event.kind for event in traced.events if event.name == leaf]
+        assert mine == ["tensor_hook", "post_accumulate"]
+    module = [event.kind for event in traced.events if event.name == "0"]
+    assert module[:4] == ["forward_pre", "pack", "pack", "forward"]
+    assert sorted(set(kinds)) == sorted(KINDS)
+    before = [kinds.index(kind) for kind in ("full_backward_pre", "output_grad", "unpack", "tensor_hook")]
+    assert before == sorted(before)
+
+
+def test_shapes_bytes_and_fates() -> None:
+    model = plain()
+    with dh.trace(model, print=None) as traced:
+        model(torch.randn(5, 3))
+    packs = [(e.name, e.shape, e.nbytes, e.note) for e in traced.events if e.kind == "pack"]
+    assert packs == [
+        ("0", (5, 3), 60, "saved"),
+        ("1", (5, 8), 160, "saved"),
+        ("2", (5, 8), 160, "shared"),
+        ("2", (8, 2), 64, "parameter"),
+    ]
+    rows = {row.name: row for row in traced.report().rows}
+    assert [rows[name].nbytes for name in ("0", "1", "2", "")] == [60, 160, 0, 220]
+    assert rows[""].seconds >= rows["0"].seconds > 0
+    assert rows["2"].shape == (5, 2)
+    assert "Sequential" in str(traced.report())
+
+
+def test_structures_have_structures_of_shapes() -> None:
+    model = Structured()
+    with dh.trace(model, print=None) as traced:
+        step(model)
+    ends = {e.name: e.shape for e in traced.events if e.kind == "forward"}
+    assert ends[""] == {"main": ((5, 2), (5, 4)), "n": None}
+    begins = {e.name: e.shape for e in traced.events if e.kind == "forward_pre"}
+    assert begins["both"] == ((5, 4), (5, 4))
+
+
+def test_no_grad_saves_nothing() -> None:
+    model = plain()
+    with dh.trace(model, print=None) as traced, torch.no_grad():
+        model(torch.randn(5, 3))
+    assert {event.kind for event in traced.events} == {"forward_pre", "forward"}
+
+
+def test_it_prints_one_line_for_each_module(capsys: pytest.CaptureFixture[str]) -> None:
+    model = plain()
+    with dh.trace(model):
+        model(torch.randn(5, 3))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["0", "1", "2", "(model)"]
+    assert "(5, 8)" in lines[0]
+    assert lines[0].endswith("saved 60 B")
+
+
+def test_show_depth_and_patterns() -> None:
+    lines: list[str] = []
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 8), nn.ReLU()), nn.Linear(8, 2))
+    with dh.trace(model, print=lines.append, depth=1, show=["forward", "*_hook"]):
+        step(model)
+    assert [line.split()[:2] for line in lines[:3]] == [["forward", name] for name in ("0", "1", "(model)")]
+    assert {line.split()[0] for line in lines} == {"forward", "tensor_hook"}
+    with dh.trace(model, "0.*", nn.Linear, print=None) as traced:
+        step(model)
+    assert {e.name for e in traced.events if e.kind == "forward"} == {"0.0", "0.1", "1"}
+    with dh.trace(model, depth=1, print=None) as traced:
+        model(torch.randn(5, 3))
+    assert {row.name: row.nbytes for row in traced.report().rows} == {"0": 220, "1": 0, "": 220}
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(MatchError, match="near names: 0"):
+        dh.trace(plain(), "00")
+    with pytest.raises(MatchError, match=r"no kind of event of 9.*forward"):
+        dh.trace(plain(), show="forwrd")
+    with pytest.raises(UsageError, match="depth=-1"):
+        dh.trace(plain(), depth=-1)
+    with pytest.raises(MatchError, match="deeper than depth=0"):
+        dh.trace(plain(), "0", depth=0)
+
+
+def test_full_backward_and_inplace_say_how_to_go_on() -> None:
+    model = plain(inplace=True)
+    with pytest.raises(RuntimeError) as caught, dh.trace(model, print=None, full_backward=True):
+        step(model)
+    assert hooks_of(model) == 0
+    if hasattr(caught.value, "__notes__"):
+        assert "output_grad" in caught.value.__notes__[0]
+
+
+def test_a_saved_tensor_changed_in_place_is_caught() -> None:
+    model = nn.Sequential(nn.Sigmoid())
+    with dh.trace(model, print=None):
+        y = model(torch.randn(3, requires_grad=True))
+        y.mul_(2)
+        with pytest.raises(MutationError, match="'0' saved for backward"):
+            y.sum().backward()
+
+
+def test_a_weight_changed_in_place_is_caught_as_torch_does() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(5, 3, requires_grad=True)
+    with dh.trace(model, print=None):
+        y = model(x)
+        with torch.no_grad():
+            model.weight.add_(1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            y.sum().backward()
+
+
+def test_backward_after_the_end_any_number_of_times() -> None:
+    model, x = plain(), torch.randn(5, 3)
+    with dh.trace(model, print=None) as traced:
+        y = model(x).square().sum()
+    count = len(traced.events)
+    y.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    y.backward()
+    assert same([p.grad for p in model.parameters()], first)
+    assert len(traced.events) == count
+
+
+def test_double_backward() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def penalty() -> list[torch.Tensor]:
+        x = torch.ones(2, 3, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return list(torch.autograd.grad(grad.square().sum(), list(model.parameters()), allow_unused=True))
+
+    expected = [g for g in penalty() if g is not None]
+    with dh.trace(model, print=None):
+        assert same([g for g in penalty() if g is not None], expected)
+
+
+def test_the_graph_is_no_cycle() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid())
+    with dh.trace(model, print=None):
+        y = model(torch.randn(2, 3))
+        gone = StorageRef(y.untyped_storage())
+        gc.disable()
+        del y
+        try:
+            assert gone.get() is None
+        finally:
+            gc.enable()
+
+
+class Boom(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error: BaseException | None = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return x * x
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_exception_leaves_no_hooks(error: BaseException, outside: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Boom(error))
+    traced = dh.trace(model, print=None)
+    with pytest.raises(type(error)):  # noqa: SIM117
+        with traced if outside else save_on_cpu(), save_on_cpu() if outside else traced:
+            model(torch.randn(2, 3))
+    assert top_hooks(True) is None
+    assert hooks_of(model) == 0
+    notes = {e.note for e in traced.events if e.kind == "forward"}
+    assert notes == ({"", "raised ValueError"} if isinstance(error, ValueError) else {""})
+
+
+def test_after_an_exception_it_goes_on() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Boom(ValueError("x")))
+    with dh.trace(model, print=None) as traced:
+        with pytest.raises(ValueError, match="x"):
+            model(torch.randn(2, 3))
+        model(torch.randn(2, 3))
+    assert {row.name: row.calls for row in traced.report().rows} == {"0": 2, "1": 2, "": 2}
+
+
+def test_two_traces_at_once() -> None:
+    model = plain()
+    expected = step(copy.deepcopy(model))
+    one, two = dh.trace(model, print=None), dh.trace(model, "0", print=None)
+    assert same(step(model), expected)
+    one.remove()
+    assert same(step(model), expected)
+    two.remove()
+    assert top_hooks(True) is None
+    assert {e.name for e in two.events if e.kind == "pack"} == {"0"}
+    assert len([e for e in two.events if e.kind == "forward"]) == 2
+
+
+def test_hooks_around_the_model_keep_working() -> None:
+    packed: list[torch.Size] = []
+    model = plain()
+    expected = step(copy.deepcopy(model))
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        packed.append(tensor.shape)
+        return (tensor.detach().clone(),)
+
+    with dh.trace(model, print=None) as traced, saved_tensors_hooks(pack, lambda kept: kept[0]):
+        assert same(step(model), expected)
+    packs = [torch.Size(e.shape) for e in traced.events if e.kind == "pack"]
+    assert packs == packed[:5]  # the sixth is saved by the square outside
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpointing_stays_checkpointing(reentrant: bool, inside: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = plain()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    expected = step(copy.deepcopy(model))
+    with dh.trace(model if inside else model.block, print=None) as traced:
+        assert same(step(model), expected)
+    blocks = [e for e in traced.events if e.kind == "forward" and e.type == "Sequential"]
+    assert len(blocks) == 2  # forward, and again in backward
+    assert blocks[0].nbytes == 0 or reentrant is False
+    assert top_hooks(True) is None
+
+
+def test_torch_func_goes_through() -> None:
+    model = plain()
+    with dh.trace(model, print=None) as traced:
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (torch.ones(2, 3),)).sum())(params)
+    assert "pack" not in {event.kind for event in traced.events}
+
+
+def test_torch_func_inside_a_forward_needs_no_saved_tensor_hooks() -> None:
+    class Slope(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda t: t.square().sum())(x)
+
+    model = Slope()
+    with pytest.raises(RuntimeError) as caught, dh.trace(model, print=None):
+        model(torch.ones(2))
+    if hasattr(caught.value, "__notes__"):
+        assert "saved_tensors=False" in caught.value.__notes__[0]
+    with dh.trace(model, print=None, saved_tensors=False) as traced:
+        assert torch.equal(model(torch.ones(2)), torch.tensor([2.0, 2.0]))
+    assert traced.events[-1].shape == (2,)
+
+
+def test_a_lazy_model_can_be_traced() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with dh.trace(model, print=None) as traced:
+        step(model)
+    assert traced.report().rows[0].shape == (5, 4)
+
+
+@pytest.mark.parametrize("wrap", ["wrapper", "in place", "around", "functions"])
+def test_tensors_that_disthooks_stores_are_seen_once(wrap: str, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 2))
+    expected = step(nn.Sequential(copy.deepcopy(inner)))
+    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
+    model = nn.Sequential(dh.SaveWith(inner, line) if wrap == "wrapper" else inner)
+    if wrap == "in place":
+        dh.save_activations(model, "0", line)
+    functions = dh.Functions(lambda t: t.detach().clone(), lambda t: t)
+    around = dh.saving(functions if wrap == "functions" else line)
+    traced = dh.trace(model, print=None)
+    if wrap in ("around", "functions"):
+        with around, traced:
+            assert same(step(model), expected)
+    else:
+        with traced:
+            assert same(step(model), expected)
+    notes = [e.note for e in traced.events if e.kind == "pack"]
+    if wrap == "functions":
+        assert notes == ["stored"] * 5
+    else:
+        assert sorted(notes) == ["kept", "kept", "shared", "stored", "stored"]
+    assert len([e for e in traced.events if e.kind == "unpack"]) == 5
+    assert {e.name for e in traced.events if e.kind == "pack"} == {"0.0", "0.1", "0.2"}
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """As torch.nn.parallel.replicate makes it on another device: shallow copies, weights broadcast."""
+    replica: nn.Module = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = child and replica_of(child)
+    weights = {name: weight.clone() for name, weight in module._parameters.items() if weight is not None}
+    for name, weight in weights.items():
+        setattr(replica, name, weight)
+    replica._former_parameters = weights  # type: ignore[assignment]
+    return replica
+
+
+def test_replicas_in_threads() -> None:
+    model = plain()
+    outputs: list[torch.Tensor] = []
+    with dh.trace(model, print=None) as traced:
+        replicas = [replica_of(model) for _ in range(4)]
+        threads = [threading.Thread(target=lambda r=r: outputs.append(r(torch.randn(5, 3)))) for r in replicas]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cat(outputs).sum().backward()
+    rows = {row.name: row for row in traced.report().rows}
+    assert rows[""].calls == 4
+    assert rows[""].nbytes == 4 * 220
+    notes = [e.note for e in traced.events if e.kind == "pack"]
+    assert {note: notes.count(note) for note in notes} == {"saved": 8, "shared": 4, "parameter": 4}
+    leaves = [e.name for e in traced.events if e.kind == "tensor_hook"]
+    assert sorted(leaves) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_a_copy_of_the_model_is_not_traced() -> None:
+    model = plain()
+    with dh.trace(model, print=None) as traced:
+        copy.deepcopy(model)(torch.randn(5, 3)).sum().backward()
+    assert traced.events == []
+
+
+def test_it_keeps_nothing_alive() -> None:
+    model = plain()
+    traced: Trace | None = dh.trace(model, print=None)
+    assert traced is not None
+    y = model(torch.randn(5, 3)).sum()
+    traced.remove()
+    gone = weakref.ref(traced)
+    traced = None
+    y.backward()
+    del y
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_functional_relu_belongs_to_the_module_around_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return relu(self.fc(x))
+
+    model = Net()
+    with dh.trace(model, print=None) as traced:
+        model(torch.randn(5, 3))
+    assert [e.name for e in traced.events if e.kind == "pack"] == ["fc", ""]
+
+
+def test_no_value_is_ever_read() -> None:
+    """On the meta device there are none: whatever would wait for a device raises there."""
+    model, x = Views().to("meta"), torch.empty(5, 3, device="meta")
+    with dh.trace(model, print=None) as traced, dh.features(model, "*", copy=True) as seen:
+        model(x).sum().backward()
+    assert seen["fc"].shape == (5, 4)
+    assert {"pack", "unpack", "post_accumulate"} <= {event.kind for event in traced.events}
+    assert str(traced.report())
