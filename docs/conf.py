@@ -103,7 +103,7 @@ def setup(app: Sphinx) -> None:
     """Keep pages for contributors out of the search: they name everything, and a reader looks for the page about it."""
 
     def hide(app: Sphinx, env: BuildEnvironment) -> None:
-        for page in ("architecture", "changelog", "decisions", "upstream"):
+        for page in ("architecture", "changelog", "decisions", "upstream/index"):
             env.metadata[page]["nosearch"] = True
 
     app.connect("env-updated", hide)

@@ -41,7 +41,7 @@ def test_it_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
         try:
             runpy.run_path(str(path), run_name="__main__")
         except subprocess.CalledProcessError:
-            # Only if a rank ended with signal 6 after its script was done, by a fault of torch: docs/upstream.md.
+            # Only if a rank ended with signal 6 after its script was done, by a fault of torch: docs/upstream/index.md.
             said = capfd.readouterr().err
             if "terminate called without an active exception" not in said or "[rank" in said:
                 pytest.fail(said)

@@ -346,7 +346,7 @@ except KeyboardInterrupt:
 
 
 def test_a_process_that_dies_while_python_closes(folder: pathlib.Path) -> None:
-    """As with gloo's threads (docs/upstream.md): the script is done, and then the process ends with SIGABRT."""
+    """As with gloo's threads (docs/upstream/index.md): the script is done, and then the process ends with SIGABRT."""
     script = folder / "closes.py"
     script.write_text("import atexit, os\natexit.register(os.abort)\nprint('done')\n")
     done = job([*LAUNCH, "torchrun", "--nproc-per-node", 1, script], folder)

@@ -7,7 +7,7 @@ which judges these facts by itself.
 # [Note: rules over facts]
 # A rule looks at the facts that `disthooks env` shows, and never at the machine itself. So a test can give each rule
 # facts that are written by hand, and the `--json` of a user's machine is enough to find the problem there. Each rule
-# was written after a real failure, most often one without a message: docs/upstream.md and docs/launch.md describe them.
+# was written after a real failure, most often one without a message: docs/upstream/index.md and docs/launch.md describe them.
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
         lines += [f"  {_name(one)}: {_short(one)}" for one in now if one is not failed]
     else:
         lines = ["", "disthooks: the launcher failed, and no rank says of an error"]
-        if all(one.values.get("kind") == "finished" for one in now):  # docs/upstream.md has this fault of torch
+        if all(one.values.get("kind") == "finished" for one in now):  # docs/upstream/index.md has this fault of torch
             lines += [
                 "  every rank's script was done: a process died while Python closed. "
                 "Under gloo, exit code -6 (SIGABRT) means",
