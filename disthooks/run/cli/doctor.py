@@ -6,8 +6,8 @@ which judges these facts by itself.
 
 # [Note: rules over facts]
 # A rule looks at the facts that `disthooks env` shows, and never at the machine itself. So a test can give each rule
-# facts that are written by hand, and the `--json` of a user's machine is enough to find the problem there. Each rule
-# was written after a real failure, most often one without a message: docs/upstream/index.md and docs/launch.md describe them.
+# facts that are written by hand, and the `--json` of a user's machine is enough to find the problem there. The rules are
+# about what disthooks itself needs. What a launcher is told wrongly is found when a run attaches: docs/launch.md.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 #: For each sink, by class name: the package that it needs, and the command that installs it.
@@ -35,17 +35,12 @@ SINKS = {
 
 
 def configuration() -> tuple[dict[str, Any], Any]:
-    """Find the configuration that a run would use here.
-
-    Returns:
-        The facts: the place of the configuration, the configurations that it takes precedence over, and its error. And
-        the plan; None if there is no configuration, or it is wrong.
-    """
+    """The configuration that a run would use here: the facts about it, and the plan, None if it is wrong or missing."""
     from disthooks.config import from_config
     from disthooks.config.locate import locate_config
     from disthooks.errors import DisthooksError
 
-    facts: dict[str, Any] = {"origin": None, "source": None, "passed_over": [], "error": None}
+    facts: dict[str, Any] = {"origin": None, "source": None, "passed_over": [], "error": None, "missing": []}
     try:  # the DeepSpeed JSON that `accelerate launch` names may have a configuration in it
         deepspeed = json.loads(pathlib.Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     except (KeyError, OSError, ValueError):
@@ -91,25 +86,16 @@ def missing_sinks(plan: Any) -> list[tuple[str, str]]:
 
 
 def accelerate() -> dict[str, Any] | None:
-    """The values that rules need from the default file of ``accelerate launch``; None if there is no such file."""
-    from disthooks.run.launcher.accelerate_config import default_file
+    """Values of the default file of ``accelerate launch``; None if there is no such file."""
+    from disthooks.run.launcher.accelerate_config import default_file, values
 
     path = default_file()
     if path is None:
         return None
-    facts: dict[str, Any] = {"path": path, "keys": [], "error": None}
-    try:
-        import yaml
-
-        read = yaml.safe_load(_text(path))
-    except ImportError:
-        return facts | {"error": "PyYAML is not installed"}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return facts | {"error": " ".join(str(error).split())}
-    if not isinstance(read, dict):
-        return facts | {"error": "it is not a mapping"}
+    read = values(path)
     wanted = ("distributed_type", "num_processes", "num_machines", "use_cpu", "max_restarts")
-    return facts | {"keys": sorted(map(str, read))} | {key: read.get(key) for key in wanted}
+    error = None if read else "it cannot be read, or has no values"
+    return {"path": path, "keys": sorted(map(str, read)), "error": error} | {key: read.get(key) for key in wanted}
 
 
 PACKAGES = (
@@ -165,15 +151,8 @@ def torch_facts() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        devices.append(
-            {
-                "index": index,
-                "name": about.name,
-                "capability": f"{about.major}.{about.minor}",
-                "memory_bytes": total,
-                "free_bytes": free,
-            }
-        )
+        facts = {"index": index, "name": about.name, "capability": f"{about.major}.{about.minor}"}
+        devices.append(facts | {"memory_bytes": total, "free_bytes": free})
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     return {
         "version": torch.__version__,
@@ -273,13 +252,8 @@ def file_system(directory: str) -> str | None:
     return best[1]
 
 
-Facts = Mapping[str, Any]
-_YES = ("1", "true", "yes")  # the values with which a variable of accelerate is on
-_ALONE = "each process would believe to be alone, train on all the data, and not add up gradients with the others"
 _LITTLE_DISK = 1 << 30
-_LITTLE_SHM = 1 << 30
-_LITTLE_LOCKED = 1 << 30
-_LONG_BUILD = 600  # seconds; the longest build that was measured took 330
+_OF_NETWORKS = ("nfs", "cifs", "smb", "9p", "lustre", "ceph", "beegfs", "fuse.")
 
 
 class Problem(NamedTuple):
@@ -290,185 +264,51 @@ class Problem(NamedTuple):
     do: str
 
 
-def problems(facts: Facts) -> list[Problem]:
-    """The problems that a run would meet, in the order in which it would meet them. See [Note: rules over facts]."""
-    return [Problem(*found) for rule in RULES for found in rule(facts)]
+def problems(facts: Mapping[str, Any]) -> list[Problem]:
+    """The problems that a run would meet here. See [Note: rules over facts]."""
+    return [Problem(*found) for rule in (_configuration, _directories, _devices) for found in rule(facts)]
 
 
 #: What a rule yields: for each problem the texts of a :class:`Problem`.
 Told = Iterator[tuple[str, str, str]]
 
 
-def _configuration(facts: Facts) -> Told:
-    if facts["config"]["error"]:
-        yield "the configuration", facts["config"]["error"], "correct it: `disthooks check FILE` shows the same error"
-    for name, remedy in facts["config"].get("missing", ()):
+def _configuration(facts: Mapping[str, Any]) -> Told:
+    config = facts["config"]
+    if config["error"]:
+        yield "the configuration", config["error"], "correct it: `disthooks check FILE` shows the same error"
+    for name, remedy in config["missing"]:
         yield f"the sink {name}", "its package is not installed, so the run would fail when it attaches", remedy
-    if facts["config"]["source"] is None:
-        return
-    for name, package in (("pydantic", "pydantic"), ("pyyaml", "PyYAML")):
+    for name in ("pydantic", "pyyaml") if config["source"] is not None else ():
         if facts["versions"][name] is None:
-            yield "configuration files", f"{package} is not installed", "pip install 'disthooks[config]'"
+            yield "configuration files", f"{name} is not installed", "pip install 'disthooks[config]'"
 
 
-def _directories(facts: Facts) -> Told:
+def _directories(facts: Mapping[str, Any]) -> Told:
     for there in facts["directories"]:
-        where = f"saved tensors in {there['path']}"
+        where, kind = f"saved tensors in {there['path']}", str(there["file_system"])
         if there["error"]:
             yield where, there["error"], "name a directory that exists and can be written"
         elif there["in_memory"]:
-            why = f"{there['file_system']} is memory: tensors that are moved there stay in memory"
+            why = f"{kind} is memory: tensors that are moved there stay in memory"
             yield where, why, "name a directory on a disk; TMPDIR moves the temporary directory"
         elif there["free_bytes"] < _LITTLE_DISK:
             why = f"{there['free_bytes'] / 1e9:.2f} GB are free, and the saved tensors of one forward need room"
             yield where, why, "free some space, or name another directory"
-        elif str(there["file_system"]).startswith(("nfs", "cifs", "smb", "9p", "lustre", "ceph", "beegfs", "fuse.")):
-            why = f"it may be a network's ({there['file_system']}): all processes share its speed, {there['roles']}"
+        elif kind.startswith(_OF_NETWORKS):
+            why = f"it may be a network's ({kind}): all processes share its speed, {there['roles']}"
             yield where, why, "name a directory on a disk of the node itself"
 
 
-def _memory(facts: Facts) -> Told:
-    memory = facts["memory"]
-    if memory["shm_bytes"] is not None and memory["shm_bytes"] < _LITTLE_SHM:
-        why = f"it has {memory['shm_bytes'] / 1e6:.0f} MB: workers of a DataLoader and nccl die of a bus error"
-        yield "/dev/shm", why, "docker run --shm-size 8g (or --ipc host); in Kubernetes an emptyDir of medium Memory"
-    locked = memory["memlock_bytes"]
-    if facts["infiniband"] and locked is not None and locked < _LITTLE_LOCKED:
-        why = f"{locked} bytes may be locked, and InfiniBand registers its buffers against that limit"
-        yield "memlock", why, "ulimit -l unlimited; docker run --ulimit memlock=-1"
+def _devices(facts: Mapping[str, Any]) -> Told:
+    torch = facts["torch"]
     if facts["link"] and facts["link"]["error"]:
         yield "copies between GPU and CPU", facts["link"]["error"], "free memory, or raise the limit of locked memory"
-
-
-def _devices(facts: Facts) -> Told:
-    torch, told = facts["torch"], facts["environment"]
-    here = int(told.get("LOCAL_WORLD_SIZE", "1"))
     if torch["cuda"] and not torch["devices"]:
         why = f"torch was built for CUDA {torch['cuda']} and sees no GPU (driver: {torch['driver'] or 'none'})"
         yield "GPUs", why, "if this machine has a GPU, check CUDA_VISIBLE_DEVICES and the version of the driver"
     if facts["nvidia"] and not torch["cuda"]:
         yield "GPUs", "this machine has one, and this torch was built without CUDA", "install a torch with CUDA"
-    if 0 < len(torch["devices"]) < here:
-        why = f"{here} processes of this node share {len(torch['devices'])} GPUs, which nccl refuses"
-        yield "GPUs", why, "start as many processes as there are GPUs"
-    if "gloo" not in torch["backends"]:
-        yield "several processes", "this torch has no gloo, which gathers CPU tensors", "install a torch that has gloo"
-    if torch["devices"] and here > 1 and "nccl" not in torch["backends"]:
-        yield "several GPUs", "this torch has no nccl", "install a torch that has nccl"
-
-
-def _deepspeed(facts: Facts) -> Told:
-    for lock in facts["build_locks"]:
-        if lock["age_s"] > _LONG_BUILD:
-            why = (
-                f"{lock['path']} is {lock['age_s'] // 60} minutes old: a killed build left it, and every process that "
-            )
-            why += "needs the operator waits for it, without a message (DeepSpeed on a CPU builds one when it starts)"
-            yield "operators built when first used", why, "delete that file, unless a build is running"
-    if facts["versions"]["deepspeed"] is None:
-        return
-    lacking = [name for name in ("c++", "ninja") if not facts["tools"][name]]
-    if facts["torch"]["devices"] and not facts["tools"]["nvcc"]:
-        lacking.append("nvcc")
-    if lacking:
-        why = f"{', '.join(lacking)} cannot be found, and DeepSpeed builds its optimizers and async_io when first used"
-        yield "DeepSpeed's own operators", why, "install them, or use torch's optimizers and no offload"
-
-
-def _number(told: Mapping[str, str], *names: str) -> int:
-    """The value of the first of the variables ``names`` that is a number; 1 if none is."""
-    return next((int(told[name]) for name in names if told.get(name, "").isdigit()), 1)
-
-
-def _whole(value: Any, otherwise: int) -> int:
-    """``value`` if it is a whole number, else ``otherwise``: a user's file may have any value there."""
-    return value if isinstance(value, int) else otherwise
-
-
-def _alone(facts: Facts) -> Told:
-    told = facts["environment"]
-    world = _number(told, "WORLD_SIZE")
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in told]
-    if world > 1 and missing:
-        why = f"WORLD_SIZE is {world}, but {', '.join(missing)} is not set, so no process group can be made; {_ALONE}"
-        yield "several processes", why, "start them with torchrun, accelerate launch, deepspeed or `disthooks launch`"
-    started = {"srun": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "a PMI launcher": "PMI_SIZE"}
-    for by, name in started.items():
-        if _number(told, name) > 1 and "WORLD_SIZE" not in told:
-            yield (
-                "several processes",
-                f"{by} started {told[name]} ({name}), and torch reads none of its variables; {_ALONE}",
-                "start one task on each node, and torchrun in it, as launch/slurm.sbatch does",
-            )
-
-
-def _rendezvous(facts: Facts) -> Told:
-    told = facts["environment"]
-    world, here = _number(told, "WORLD_SIZE"), _number(told, "LOCAL_WORLD_SIZE")
-    if world > here > 0 and "LOCAL_WORLD_SIZE" in told and told.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
-        why = f"MASTER_ADDR is {told['MASTER_ADDR']}, and {world - here} of {world} processes are on other nodes"
-        yield "several nodes", why, "give the address of the first node"
-
-
-def _restarts(facts: Facts) -> Told:
-    told = facts["environment"]
-    restarts = max(
-        _number(told, name) if name in told else 0 for name in ("PET_MAX_RESTARTS", "TORCHELASTIC_MAX_RESTARTS")
-    )
-    restarts = max(restarts, _whole((facts["accelerate"] or {}).get("max_restarts"), 0))
-    if restarts and told.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        why = f"--max-restarts {restarts} never recovered with torch 2.13 and gloo: "
-        why += "the store ends with the first attempt"
-        yield "restarts", why, "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
-
-
-def _threads(facts: Facts) -> Told:
-    told, usable = facts["environment"], facts["cpu"]["usable"]
-    processes = max(_number(told, "LOCAL_WORLD_SIZE"), _number(told, "PET_NPROC_PER_NODE"))
-    wanted = max(1, usable // processes)
-    if processes > 1 and told.get("OMP_NUM_THREADS", "1") == "1" and wanted > 1:
-        why = f"torchrun sets OMP_NUM_THREADS to 1 if it is not set: {processes} of {usable} cores would compute"
-        yield "threads", why, f"set OMP_NUM_THREADS={wanted}"
-
-
-def _accelerate(facts: Facts) -> Told:
-    config = facts["accelerate"] or {}
-    kind, count = str(config.get("distributed_type", "")).upper(), _whole(config.get("num_processes"), 1)
-    where = f"accelerate launch with {config.get('path')}"
-    if "disthooks" in config.get("keys", ()):
-        why = "accelerate refuses keys that it does not know, and `disthooks` is one of them"
-        do = "use `disthooks launch --config_file FILE`, which removes the key; or set DISTHOOKS_CONFIG=hooks.yaml"
-        yield where, why, do
-    if kind == "MULTI_CPU" and count > 1 and not facts["tools"]["mpirun"]:
-        yield where, f"MULTI_CPU without mpirun starts one process, not {count}", "use torchrun, or install an MPI"
-    if kind == "MULTI_GPU" and config.get("use_cpu"):
-        yield where, f"MULTI_GPU with use_cpu: {_ALONE}", "use distributed_type: MULTI_CPU with an MPI, or torchrun"
-    # On a CPU accelerate does not use some engines. `accelerate launch` sets these variables from its options.
-    told, on_cpu = facts["environment"], bool(config.get("use_cpu"))
-    if told.get("ACCELERATE_USE_CPU", "").lower() in _YES:
-        on_cpu, where = True, "ACCELERATE_USE_CPU"
-        for name, engine in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_FSDP", "FSDP")):
-            kind = engine if told.get(name, "").lower() in _YES else kind
-    if on_cpu and kind in ("DEEPSPEED", "FSDP"):
-        why = f"on the CPU accelerate makes DDP of {kind} and does not say so: nothing would be sharded"
-        yield where, why, "without GPUs use the engine without accelerate: torchrun with fully_shard, or deepspeed"
-    if kind == "DEEPSPEED" and not facts["torch"]["devices"] and facts["versions"]["transformers"] is None:
-        yield (
-            where,
-            "accelerate's DeepSpeed needs transformers on a CPU, and it is not installed",
-            "pip install transformers",
-        )
-
-
-RULES: tuple[Callable[[Facts], Told], ...] = (
-    _alone,
-    _rendezvous,
-    _restarts,
-    _threads,
-    _accelerate,
-    _configuration,
-    _directories,
-    _memory,
-    _devices,
-    _deepspeed,
-)
+    for backend, is_needed in (("gloo", True), ("nccl", len(torch["devices"]) > 1)):
+        if is_needed and backend not in torch["backends"]:
+            yield "several processes", f"this torch has no {backend}", f"install a torch that has {backend}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -16,6 +17,7 @@ from disthooks.run.cli.doctor import Problem, problems
 from disthooks.run.cli.output import console, document, line, progress, size, speed, table
 
 _WIDTH = 100  # columns at most, also in a pipe: one cell lists all packages
+_SUFFIX = re.compile("_bytes(_per_s)?$")  # of names of facts: the unit stands with the number
 
 
 def env(
@@ -38,11 +40,7 @@ def env(
 
 
 def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All facts, in the layout of ``--json``.
-
-    Args:
-        begin: called before each step with a text that says what the step does.
-    """
+    """All facts, in the layout of ``--json``."""
     begin("looking for a configuration")
     config, plan = doctor.configuration()
     wanted: dict[str, list[str]] = {tempfile.gettempdir(): ["temporary"]}
@@ -67,86 +65,41 @@ def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]
         "build_locks": doctor.build_locks(),
         "link": link,
         "directories": directories,
-        "config": {"missing": []} | config,
+        "config": config,
         "environment": doctor.environment(),
         "accelerate": doctor.accelerate(),
     }
 
 
 def _show(facts: dict[str, Any], found: list[Problem]) -> None:
+    """Print all facts under the names that they have in ``--json``, and then the problems."""
     out = console()
     width = min(_WIDTH, out.width)
-    for title, rows in (
-        ("software", _software(facts)),
-        ("machine", _machine(facts)),
-        ("directories", _directories(facts)),
-        ("this run", _run(facts)),
-    ):
-        out.print(table(rows, title=title), width=width)
-    if not found:
+    rows = [(name, each) for name, value in facts.items() for each in (value if isinstance(value, list) else [value])]
+    out.print(table([(name, _text(name, value)) for name, value in rows]), width=width)
+    if found:
+        numbered = [(i, *problem) for i, problem in enumerate(found, 1)]
+        out.print(table(numbered, ("", "would not work", "why", "do")), width=width)
+    else:
         line("nothing is known that would not work here", "green")
-        return
-    problems = [(i, *problem) for i, problem in enumerate(found, 1)]
-    out.print(table(problems, ("", "would not work", "why", "do")), width=width)
 
 
-Rows = list[tuple[str, str]]
+def _text(name: str, value: Any) -> str:
+    """``value``, the fact ``name``, as a text for people: what is not known is left out.
 
-
-def _software(facts: dict[str, Any]) -> Rows:
-    there = {name: version for name, version in facts["versions"].items() if version is not None}
-    rows = [(name, there.pop(name)) for name in ("disthooks", "python", "torch") if name in there]
-    about = facts["torch"]
-    built = f"CUDA {about['cuda']}" if about["cuda"] else f"ROCm {about['hip']}" if about["hip"] else "no GPU"
-    rows += [("built for", f"{built}; driver {about['driver'] or 'none'}")]
-    rows += [("backends", ", ".join(about["backends"]) or "none")]
-    rows += [("installed", ", ".join(f"{name} {version}" for name, version in there.items()))]
-    missing = [name for name, version in facts["versions"].items() if version is None]
-    return [*rows, ("not installed", ", ".join(missing) or "-")]
-
-
-def _machine(facts: dict[str, Any]) -> Rows:
-    memory, cpu, link = facts["memory"], facts["cpu"], facts["link"]
-    rows = [("system", facts["system"])]
-    rows += [("cores", f"{cpu['there']}, {cpu['usable']} usable; torch has {facts['torch']['threads']} threads")]
-    rows += [("memory", f"{size(memory['total_bytes'])}, {size(memory['available_bytes'])} available")]
-    if memory["limit_bytes"] is not None:
-        rows += [("limit of the container", size(memory["limit_bytes"]))]
-    locked = "no limit" if memory["memlock_bytes"] is None else size(memory["memlock_bytes"])
-    rows += [
-        ("may be locked", locked),
-        ("/dev/shm", f"{size(memory['shm_bytes'])}, {size(memory['shm_free_bytes'])} free"),
-    ]
-    for gpu in facts["torch"]["devices"]:
-        room = f"{size(gpu['memory_bytes'])}, {size(gpu['free_bytes'])} free"
-        rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}")]
-    for name in ("pinned", "pageable") if link else ():
-        there, back = speed(link[f"{name}_to_device"]), speed(link[f"{name}_to_host"])
-        rows += [(f"link, {name}", f"{there} to the GPU, {back} to the CPU")]
-    return rows if facts["torch"]["devices"] else [*rows, ("GPUs", "none")]
-
-
-def _directories(facts: dict[str, Any]) -> Rows:
-    rows = []
-    for there in facts["directories"]:
-        told = there["error"]
-        if not told:
-            through = "through the page cache: this may be the speed of memory"
-            how = "past the page cache" if there["direct"] else through
-            speeds = f"writes {speed(there['write_bytes_per_s'])}, reads {speed(there['read_bytes_per_s'])}"
-            told = f"{there['file_system']}, {size(there['free_bytes'])} free; {speeds}, one thread, {how}"
-        rows.append((there["path"], f"{', '.join(there['roles'])}: {told}"))
-    return rows
-
-
-def _run(facts: dict[str, Any]) -> Rows:
-    config, accelerate = facts["config"], facts["accelerate"]
-    found = f"{config['source']} (by {config['origin']})" if config["source"] is not None else "none"
-    rows = [("configuration", found)] + [("passed over", str(text)) for text in config["passed_over"]]
-    if accelerate:
-        kind = accelerate.get("distributed_type") or accelerate["error"]
-        rows += [("accelerate's default", f"{accelerate['path']}: {kind}, {accelerate.get('num_processes')} processes")]
-    return rows + list(facts["environment"].items())
+    >>> _text("memory", {"total_bytes": 3 << 30, "shm_bytes": None})
+    'total 3.0 GiB'
+    """
+    if isinstance(value, dict):
+        known = {key: each for key, each in value.items() if each is not None and each != []}
+        return ", ".join(f"{_SUFFIX.sub('', key)} {_text(key, each)}" for key, each in known.items()) or "-"
+    if isinstance(value, (list, tuple)):
+        return "; ".join(_text("", each) for each in value)
+    if isinstance(value, (int, float)) and name.endswith(("_per_s", "_to_device", "_to_host")):
+        return speed(value)
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return size(value)
+    return "-" if value is None else str(value)
 
 
 # -- how fast bytes move: each measurement takes a second or two, and leaves no files
@@ -159,12 +112,7 @@ _COPIES = 8  # how many copies are measured each way
 
 
 def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
-    """The file system of ``path``, and its speed for the same kind of file that ``OnDisk`` would make there.
-
-    Args:
-        path: a directory.
-        roles: the entries of the plan that write there, such as "save.0", or "temporary".
-    """
+    """The file system of ``path``, and its speed for the same kind of file that ``OnDisk`` would make there."""
     kind = doctor.file_system(path)
     facts: dict[str, Any] = {
         "path": path,

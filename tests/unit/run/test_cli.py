@@ -1005,7 +1005,7 @@ def test_env_for_people(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     assert "\x1b" not in told
     assert max(map(len, told.splitlines())) <= 100
     assert dh.__version__ in told
-    assert "would not work" in told[told.index("this run") :]  # problems come last
+    assert "would not work" in told[told.index("environment") :]  # problems come last
     assert "gone.yaml" in told
 
 
@@ -1024,7 +1024,6 @@ def test_env_under_torchrun() -> None:
     done = subprocess.run([*call, "env", "--json"], capture_output=True, text=True, check=True, timeout=300, env=ENV)
     facts = json.loads(done.stdout)
     assert facts["environment"]["WORLD_SIZE"] == "2"
-    assert not any("alone" in problem["why"] for problem in facts["problems"])
 
 
 ALONE = """
@@ -1054,12 +1053,7 @@ def test_env_needs_nothing_that_is_optional(tmp_path: pathlib.Path) -> None:
 GOOD: dict[str, Any] = {
     "versions": dict.fromkeys(doctor.PACKAGES, "1.0"),
     "torch": {"cuda": None, "driver": None, "devices": [], "backends": ["gloo"]},
-    "cpu": {"there": 8, "usable": 8},
-    "memory": {"shm_bytes": 8 << 30, "memlock_bytes": 8 << 20},
-    "infiniband": False,
     "nvidia": False,
-    "tools": {"c++": "/c++", "ninja": "/ninja", "nvcc": None, "mpirun": None},
-    "build_locks": [{"path": "/c/a/lock", "age_s": 60}],
     "link": None,
     "directories": [
         {
@@ -1072,35 +1066,9 @@ GOOD: dict[str, Any] = {
         }
     ],
     "config": {"source": "hooks.yaml", "error": None, "missing": []},
-    "environment": {},
-    "accelerate": None,
 }
-LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-GPU = {"cuda": "13.0", "devices": [{"index": 0}], "backends": ["gloo", "nccl"]}
-CPU_FILE = {"path": "a.yaml", "keys": [], "num_processes": 2, "use_cpu": True}
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"environment": {"WORLD_SIZE": "2"}}, "RANK, MASTER_ADDR, MASTER_PORT is not set"),
-    ({"environment": {"SLURM_NTASKS": "4"}}, "srun started 4"),
-    ({"environment": {"OMPI_COMM_WORLD_SIZE": "2"}}, "mpirun started 2"),
-    ({"environment": {**LAUNCHED, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "4"}}, "2 of 4 processes are on other nodes"),
-    ({"environment": {**LAUNCHED, "OMP_NUM_THREADS": "1"}}, "OMP_NUM_THREADS=4"),
-    ({"environment": {"PET_NPROC_PER_NODE": "2"}}, "2 of 8 cores"),
-    ({"environment": {"TORCHELASTIC_MAX_RESTARTS": "3"}}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-    ({"accelerate": {**CPU_FILE, "max_restarts": 2}}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-    ({"accelerate": {**CPU_FILE, "distributed_type": "MULTI_CPU"}}, "starts one process, not 2"),
-    ({"accelerate": {**CPU_FILE, "num_processes": "two", "keys": ["disthooks"]}}, "accelerate refuses keys"),
-    ({"accelerate": {**CPU_FILE, "distributed_type": "MULTI_GPU"}}, "believe to be alone"),
-    ({"accelerate": {**CPU_FILE, "distributed_type": "FSDP"}}, "makes DDP of FSDP"),
-    ({"accelerate": {**CPU_FILE, "keys": ["disthooks"]}}, "accelerate refuses keys"),
-    ({"environment": {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}}, "makes DDP of DEEPSPEED"),
-    (
-        {
-            "versions": {"transformers": None},
-            "accelerate": {**CPU_FILE, "use_cpu": False, "distributed_type": "DEEPSPEED"},
-        },
-        "needs transformers",
-    ),
     ({"config": {"error": "hooks.yaml: is not YAML"}}, "is not YAML"),
     ({"config": {"missing": [("WandB", "pip install 'disthooks[wandb]'")]}}, "disthooks[wandb]"),
     ({"versions": {"pydantic": None}}, "pydantic is not installed"),
@@ -1108,16 +1076,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"directories": {"free_bytes": 1 << 20}}, "0.00 GB are free"),
     ({"directories": {"file_system": "nfs4"}}, "a network's (nfs4)"),
     ({"directories": {"error": "/t: Permission denied"}}, "Permission denied"),
-    ({"memory": {"shm_bytes": 64 << 20}}, "bus error"),
-    ({"infiniband": True}, "InfiniBand registers"),
     ({"link": {"error": "pinned: out of memory"}}, "out of memory"),
     ({"torch": {"cuda": "13.0"}}, "sees no GPU"),
     ({"nvidia": True}, "built without CUDA"),
-    ({"torch": GPU, "tools": {"nvcc": "/n"}, "environment": {**LAUNCHED, "OMP_NUM_THREADS": "4"}}, "share 1 GPUs"),
     ({"torch": {"backends": []}}, "no gloo"),
-    ({"tools": {"ninja": None}}, "ninja cannot be found"),
-    ({"torch": GPU}, "nvcc cannot be found"),
-    ({"build_locks": [{"path": "/c/a/lock", "age_s": 6000}]}, "/c/a/lock is 100 minutes old"),
+    ({"torch": {"cuda": "13.0", "devices": [{"index": 0}, {"index": 1}]}}, "no nccl"),
 ]
 
 
@@ -1135,8 +1098,7 @@ def _facts(changed: dict[str, Any]) -> dict[str, Any]:
 
 def test_where_all_is_well_nothing_is_told() -> None:
     assert problems(GOOD) == []
-    told = {**LAUNCHED, "OMP_NUM_THREADS": "4", "TORCHELASTIC_MAX_RESTARTS": "0", "SLURM_NTASKS": "2"}
-    assert problems(_facts({"environment": told})) == []
+    assert problems(_facts({"torch": {"cuda": "13.0", "devices": [{"index": 0}]}})) == []
 
 
 @pytest.mark.parametrize(("changed", "says"), BAD, ids=[says for _, says in BAD])
@@ -1161,8 +1123,9 @@ def test_the_accelerate_file_that_counts(tmp_path: pathlib.Path, monkeypatch: py
     folder.mkdir()
     (folder / "default_config.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    facts = _facts({"accelerate": doctor.accelerate()})
-    assert [problem.why for problem in problems(facts)] == ["MULTI_CPU without mpirun starts one process, not 2"]
+    facts = doctor.accelerate()
+    assert facts is not None
+    assert (facts["distributed_type"], facts["num_processes"], facts["error"]) == ("MULTI_CPU", 2, None)
 
 
 def test_docs_have_every_key() -> None:
