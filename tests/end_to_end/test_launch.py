@@ -100,7 +100,7 @@ def test_a_signal_reaches_the_ranks_and_nobody_is_left(folder: pathlib.Path, num
     assert left(folder) == []
     assert f"disthooks: {number.name} ended the job" in done.err
     assert done.err.count("was stopped by the launcher (SIGTERM), at") == 2
-    assert {one.is_stopped for one in failure_report.read(folder / "records")} == {True}
+    assert {one.fate for one in failure_report.read(folder / "records")} == {"stopped"}
 
 
 def _ready(folder: pathlib.Path, ranks: int) -> None:
@@ -300,9 +300,9 @@ def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_firs
         )
 
     stopped = rank(0, stack="Current thread 0x1")
-    for name, victim in (("ConnectionResetError", False), ("RuntimeError", True)):
+    for name, fate in (("ConnectionResetError", "failed"), ("RuntimeError", "lost a peer")):
         raised = rank(1, ended=2.0, kind="exception", exception=name, message="Connection reset by peer")
-        assert raised.is_victim is victim
+        assert raised.fate == fate
         assert failure_report.first_failure([stopped, raised]) is raised
 
 

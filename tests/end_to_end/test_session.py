@@ -499,7 +499,7 @@ def test_a_fork_that_trains_loses_no_record_and_one_that_is_stopped_is_not_the_r
     done = job([*RUN, "forks.py"], tmp_path)
     assert [each["step"] for each in done.logged()] == [0, 1, 2]
     assert "watched 3 steps" in done.err
-    assert [(rank.is_killed, rank.is_stopped) for rank in failure_report.read(tmp_path / "records")] == [(True, False)]
+    assert [rank.fate for rank in failure_report.read(tmp_path / "records")] == ["killed"]
 
 
 LIGHTNING = """

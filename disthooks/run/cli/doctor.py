@@ -6,8 +6,8 @@ which judges these facts by itself.
 
 # [Note: rules over facts]
 # A rule looks at the facts that `disthooks env` shows, and never at the machine itself. So a test can give each rule
-# facts that are written by hand, and the `--json` of a user's machine is enough to find the problem there. The rules are
-# about what disthooks itself needs. What a launcher is told wrongly is found when a run attaches: docs/launch.md.
+# facts that are written by hand, and the `--json` of a user's machine is enough to find the problem there. The rules
+# are about what disthooks itself needs. docs/launch.md has what launchers do without a message.
 
 from __future__ import annotations
 

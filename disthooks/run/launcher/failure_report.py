@@ -32,20 +32,18 @@ from typing import Any
 from disthooks._ranks import launched_world_size, number_in_environment
 
 VARIABLE = "DISTHOOKS_RECORDS"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # which torchrun names, and torch's @record writes
 _HERE = str(pathlib.Path(__file__).parent)
 
 # -- the record, which a worker writes
 
 
 class Record:
-    """The record of this process. See [Note: who failed first].
+    """The record of this process, in ``folder``; see [Note: who failed first].
 
     ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends. If the worker is killed, the
     first version stays. If the worker gets SIGTERM or crashes, the stacks of its threads are written to
-    ``attempt-0.rank-1.stack``.
-
-    Args:
-        folder: the folder of the files; None to write nothing.
+    ``attempt-0.rank-1.stack``. Without a folder nothing is written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -78,18 +76,11 @@ class Record:
             # Workers of a DataLoader or a pool inherit the open file. Their parent ends them with SIGTERM, which is no
             # failure, so they write nothing.
             os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
-        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+        elif ERROR_FILE in os.environ:
             faulthandler.enable()  # as torch.distributed.elastic's @record does
 
     def end(self, kind: str, error: BaseException | None = None, code: Any = None, **more: Any) -> None:
-        """Write how the worker ended.
-
-        Args:
-            kind: "finished", "exit", "exception", "interrupted" or "configuration".
-            error: the exception that ended it; None without one.
-            code: the exit code, if `kind` is "exit".
-            more: further values for the record.
-        """
+        """Write how the worker ended: "finished", "exit", "exception", "interrupted" or "configuration"."""
         if self.values["pid"] != os.getpid():
             return  # this process is a fork of the worker, and the record is the worker's
         self.values |= {"ended": time.time(), "kind": kind, "code": code, **more}
@@ -101,8 +92,11 @@ class Record:
                 "traceback": "".join(traceback.format_exception(type(error), error, shortened(error))),
             }
         self._write()
-        if kind == "exception" and error is not None:
-            self._tell_elastic(error)
+        path = os.environ.get(ERROR_FILE)
+        if kind == "exception" and error is not None and path and not os.path.exists(path):  # no @record in the script
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
 
     def _write(self) -> None:
         if self._folder is None:
@@ -114,18 +108,6 @@ class Record:
             draft.replace(self._folder / f"{self._name}.json")
         except OSError as problem:  # a missing record must not end the job
             print(f"disthooks: no record of this rank in {self._folder}: {problem}", file=sys.stderr)
-
-    def _tell_elastic(self, error: BaseException) -> None:
-        """Write the error file that torchrun reads, unless the script's own ``@record`` has written it."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path or os.path.exists(path):
-            return
-        extra = {"py_callstack": self.values["traceback"], "timestamp": str(int(time.time()))}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-        try:
-            pathlib.Path(path).write_text(json.dumps({"message": message}))
-        except OSError as problem:
-            print(f"disthooks: no error file {path}: {problem}", file=sys.stderr)
 
 
 def shortened(error: BaseException) -> TracebackType | None:
@@ -152,6 +134,8 @@ _COLLECTIVE = (
     *("AttachError", "SystemExit"),
 )
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/disthooks/(run|launcher)/")
+# What became of a rank, and its place among the others; see [Note: who failed first].
+_ORDER = {"failed": 1, "crashed": 1, "killed": 2, "lost a peer": 3, "interrupted": 3, "stopped": 4}
 
 
 @dataclass(frozen=True)
@@ -162,49 +146,26 @@ class Rank:
     stack: str = ""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the worker has written how it ended."""
-        return "ended" in self.values
+    def fate(self) -> str:
+        """What became of the worker: "finished", or one of ``_ORDER``."""
+        values = self.values
+        if "ended" not in values:
+            return "crashed" if "Fatal Python error" in self.stack else "stopped" if self.stack else "killed"
+        if values["kind"] in ("finished", "interrupted"):
+            return str(values["kind"])
+        text = f"{values.get('exception')}: {values.get('message')}"
+        is_lost = values.get("exception") in _COLLECTIVE and bool(_PEER_IS_GONE.search(text))
+        return "lost a peer" if is_lost else "failed"
 
-    @property
-    def has_crashed(self) -> bool:
-        """Whether a signal such as SIGSEGV ended Python."""
-        return not self.has_ended and "Fatal Python error" in self.stack
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the worker got SIGTERM."""
-        return not self.has_ended and bool(self.stack) and not self.has_crashed
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether the worker wrote nothing at its end: it got SIGKILL, or called ``os._exit``."""
-        return not self.has_ended and not self.stack
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the worker raised an error, or ended with an exit code that is not 0."""
-        return self.has_ended and self.values["kind"] != "finished"
-
-    @property
-    def is_victim(self) -> bool:
-        """Whether another rank or a signal ended the worker, and no error of its own. See [Note: who failed first]."""
-        if self.is_stopped or self.values.get("kind") == "interrupted":
-            return True
-        text = f"{self.values.get('exception')}: {self.values.get('message')}"
-        return self.has_failed and self.values.get("exception") in _COLLECTIVE and bool(_PEER_IS_GONE.search(text))
+    def __str__(self) -> str:
+        return f"rank {self.values['rank']} (host {self.values['host']}, pid {self.values['pid']})"
 
 
 def read(folder: pathlib.Path, since: float = 0.0) -> list[Rank]:
-    """Read the records in ``folder`` of workers that were started after ``since`` (as ``time.time`` counts).
-
-    Returns:
-        One :class:`Rank` for each, in order of attempts and ranks.
-    """
+    """The workers that were started after ``since`` and have records in ``folder``, in order of attempts and ranks."""
     ranks = []
-    for path in sorted(folder.glob("attempt-*.json")):
-        values = json.loads(path.read_text())
-        stack = path.with_suffix(".stack")
+    for path in folder.glob("attempt-*.json"):
+        values, stack = json.loads(path.read_text()), path.with_suffix(".stack")
         if values["started"] >= since:
             ranks.append(Rank(values, stack.read_text() if stack.exists() else ""))
     return sorted(ranks, key=lambda one: (one.values["attempt"], one.values["rank"]))
@@ -228,76 +189,63 @@ def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
     last = max(one.values["attempt"] for one in ranks)
     now = [one for one in ranks if one.values["attempt"] == last]
     failed = first_failure(now)
-    if failed is not None and failed.values.get("kind") == "interrupted":
-        signals = signals or [signal.SIGINT]  # the launcher got it from the terminal, and not from this process
-    if signals and (failed is None or failed.is_victim or failed.is_killed):  # no rank had failed by itself
+    if signals and (failed is None or _ORDER[failed.fate] > 1):  # no rank had failed by itself
         names = ", ".join(dict.fromkeys(signal.Signals(number).name for number in signals))
-        lines = ["", f"disthooks: {names} ended the job", *(f"  {_name(one)}: {_short(one)}" for one in now)]
+        lines = ["", f"disthooks: {names} ended the job", *(f"  {one}: {_short(one)}" for one in now)]
     elif failed is not None:
-        lines = ["", f"disthooks: {_name(failed)}: the first error:", *_in_full(failed)]
-        lines += [f"  {_name(one)}: {_short(one)}" for one in now if one is not failed]
-    else:
-        lines = ["", "disthooks: the launcher failed, and no rank says of an error"]
-        if all(one.values.get("kind") == "finished" for one in now):  # docs/upstream/index.md has this fault of torch
-            lines += [
-                "  every rank's script was done: a process died while Python closed. "
-                "Under gloo, exit code -6 (SIGABRT) means",
-                "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
-            ]
+        lines = ["", f"disthooks: {failed}: the first error:", *_in_full(failed)]
+        lines += [f"  {one}: {_short(one)}" for one in now if one is not failed]
+    else:  # docs/upstream/index.md has this fault of torch
+        lines = [
+            "",
+            "disthooks: the launcher failed, and no rank says of an error",
+            "  every rank's script was done: a process died while Python closed. "
+            "Under gloo, exit code -6 (SIGABRT) means",
+            "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
+        ]
     for attempt in range(last):
         rank = first_failure([one for one in ranks if one.values["attempt"] == attempt])
         if rank is not None:
-            has_raised = rank.has_ended and rank.values["kind"] != "exit"
-            text = (
-                f"{rank.values['exception']}: {rank.values['message']}".splitlines()[0] if has_raised else _short(rank)
-            )
-            lines.append(f"  attempt {attempt}, before a restart: {_name(rank)}: {text}")
+            lines.append(f"  attempt {attempt}, before a restart: {rank}: {_short(rank)}")
     return "\n".join(lines) + "\n"
 
 
 def first_failure(ranks: Sequence[Rank]) -> Rank | None:
     """The rank that failed first; None if none failed. See [Note: who failed first]."""
-
-    def order(rank: Rank) -> tuple[int, float]:
-        has_own_error = rank.has_crashed or (rank.has_failed and not rank.is_victim)
-        kind = 1 if has_own_error else 2 if rank.is_killed else 4 if rank.is_stopped else 3
-        return kind, rank.values.get("ended", 0.0)
-
-    failed = [rank for rank in ranks if rank.has_failed or not rank.has_ended]
-    return min(failed, key=order) if failed else None
+    failed = [rank for rank in ranks if rank.fate != "finished"]
+    return min(failed, key=lambda rank: (_ORDER[rank.fate], rank.values.get("ended", 0.0)), default=None)
 
 
 def _in_full(rank: Rank) -> list[str]:
-    values = rank.values
-    if rank.has_crashed:
+    values, fate = rank.values, rank.fate
+    if fate == "crashed":
         text = rank.stack
-    elif rank.is_killed:
+    elif fate == "killed":
         text = "it was killed from outside (SIGKILL: out of memory?), or left by os._exit: it had no time to say why"
-    elif rank.is_stopped:
+    elif fate == "stopped":
         text = f"it was stopped (SIGTERM) at\n{rank.stack}"
-    elif values["kind"] == "exit":
-        text = f"it ended with exit code {values['code']}\n{values.get('traceback', '')}"
     else:
-        text = str(values["traceback"])
-    when = time.strftime("%H:%M:%S", time.localtime(values["ended"])) if rank.has_ended else None
-    return [f"  at {when}"] * bool(when) + [f"  {one}" for one in text.strip().splitlines()]
+        code = f"it ended with exit code {values['code']}\n" if values["kind"] == "exit" else ""
+        when = time.strftime("%H:%M:%S", time.localtime(values["ended"]))
+        text = f"at {when}\n{code}{values.get('traceback', '')}"
+    return [f"  {one}" for one in text.strip().splitlines()]
 
 
 def _short(rank: Rank) -> str:
-    values = rank.values
-    if rank.is_stopped:
+    values, fate = rank.values, rank.fate
+    if fate == "stopped":
         return f"was stopped by the launcher (SIGTERM){_script_line(rank.stack)}"
-    if rank.is_killed or rank.has_crashed:
-        return "was killed" if rank.is_killed else "crashed"
-    if not rank.has_failed:
-        return "finished"
+    if fate == "killed":
+        return "was killed"
+    if fate in ("crashed", "finished"):
+        return fate
     if values["kind"] == "exit":
         return f"ended with exit code {values['code']}"
-    if values["kind"] == "interrupted":
+    if fate == "interrupted":
         return f"was interrupted (SIGINT){_script_line(values['traceback'])}"
-    if rank.is_victim:
+    if fate == "lost a peer":
         return f"saw another rank go: {values['exception']}{_script_line(values['traceback'])}"
-    return f"failed later: {values['exception']}: {str(values['message']).strip().splitlines()[:1] or ['']}"
+    return f"failed: {values['exception']}: {values['message']}".splitlines()[0]
 
 
 def _script_line(stack: str) -> str:
@@ -314,7 +262,3 @@ def _script_line(stack: str) -> str:
 def _script_lines(stack: str) -> list[tuple[str, str, str]]:
     lines = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
     return [one for one in lines if one[0][0] != "<" and not _FOREIGN.search(one[0])]
-
-
-def _name(rank: Rank) -> str:
-    return f"rank {rank.values['rank']} (host {rank.values['host']}, pid {rank.values['pid']})"

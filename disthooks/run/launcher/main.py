@@ -39,10 +39,7 @@ Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. T
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch a job and wait for it.
-
-    Args:
-        argv: the words after ``disthooks launch``.
+    """Launch the job of ``argv`` and wait for it.
 
     Returns:
         The launcher's exit code; 2, with nothing started, if the command line or the configuration is wrong.
@@ -141,10 +138,8 @@ def _run(launch: command.LaunchCommand, hooks: str | None, folder: str, variable
     began = time.time()
     environment = {RECORDS: records} | ({VARIABLE: hooks} if hooks else {}) | variables
     code, signals = supervisor.run(launch.launcher, command.launcher_arguments(launch, hooks), environment)
-    if code == 128 + signal.SIGINT:  # the launcher had the terminal, so it got the Ctrl-C and this process did not
-        signals = signals or [signal.SIGINT]
     ranks = failure_report.read(pathlib.Path(records), since=began)
-    left = [rank.values for rank in ranks if not rank.has_ended]
+    left = [rank.values for rank in ranks if "ended" not in rank.values]
     supervisor.end_workers(left, f"{RECORDS}={records}", interrupted=signal.SIGINT in signals)
     if code:
         sys.stdout.flush()

@@ -40,14 +40,9 @@ from disthooks.run.launcher.patches import FrameworkPatches, TorchPatches, only_
 
 
 class Session:
-    """Attaches a plan to the models whose parameters the script's optimizers hold.
+    """Attaches ``plan`` to the models whose parameters the script's optimizers hold.
 
-    See [Note: the first call with gradients on].
-
-    Args:
-        plan: what to attach.
-        location: where the plan was found, for messages.
-        hooks: the file that ``--hooks`` names, which takes precedence over DeepSpeed's configuration.
+    See [Note: the first call with gradients on]. ``hooks`` takes precedence over DeepSpeed's configuration.
     """
 
     def __init__(self, plan: Plan, location: ConfigLocation | None = None, hooks: str | None = None) -> None:
@@ -115,10 +110,7 @@ class Session:
         self._mark_done(optimizers)
 
     def _read_engine_config(self, model: Any) -> None:
-        """Read the plan in DeepSpeed's configuration.
-
-        It takes precedence over ./disthooks.yaml, and is known only now.
-        """
+        """Read the plan in DeepSpeed's configuration, which takes precedence over ./disthooks.yaml."""
         config = engine_config(model)
         if config is None or "disthooks" not in config or self._attachments:
             return
@@ -128,10 +120,7 @@ class Session:
             self._entries = SaveEntries(self.plan)
 
     def _is_watchable(self, optimizer: Any) -> bool:
-        """Whether the gradients of `optimizer` can be watched.
-
-        Prints a message if not; a strict plan attaches and raises.
-        """
+        """Whether the gradients of `optimizer` can be watched; prints a message if not. A strict plan raises."""
         if self.plan.strict or not calls_closure_again(optimizer):
             return True
         self._leave_alone(
@@ -156,10 +145,9 @@ class Session:
         return bool(self.plan.watches) and (self.plan.strict or not calls_closure_again(optimizer))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step. If nothing is attached to the model of `optimizer`, print that once, or raise.
+        """Count a step. If nothing is attached to the model of `optimizer`, print that once.
 
-        Raises:
-            AttachError: if nothing is attached and the plan is ``strict``, or each process trains alone.
+        If the plan is ``strict``, or each process trains alone, that is an AttachError.
         """
         if self._has_yielded or self._optimizers.is_done(optimizer):
             self._steps += 1
@@ -193,14 +181,9 @@ class Session:
     # -- after the script
 
     def finish(self, process: int, failed: bool = False) -> dict[str, Any]:
-        """Take all attachments off, and print a summary on the first rank.
+        """Take all attachments off, print a summary on the first rank, and return the values for this rank's record.
 
-        Args:
-            process: the id of the process that the script began in. In another process, a fork, nothing is done.
-            failed: whether the script failed. Then the summary has no warnings about things that were not used.
-
-        Returns:
-            The values for the record of this rank: the engine, bytes and steps of each model. Empty in a fork.
+        In a fork of ``process``, in which the script began, nothing is done.
         """
         if os.getpid() != process:
             return {}

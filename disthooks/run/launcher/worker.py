@@ -42,14 +42,7 @@ _OF_DEEPSPEED = ("--local_rank=", "--local-rank=")
 
 @dataclass(frozen=True)
 class Command:
-    """The parts of a worker's command line.
-
-    Attributes:
-        target: the path of a script, or the name of a module.
-        module: whether ``target`` is the name of a module.
-        args: the arguments of the script or module.
-        hooks: the file that ``--hooks`` names; None without ``--hooks``.
-    """
+    """A worker's command line: a script, or the name of a module; its arguments; the file that ``--hooks`` names."""
 
     target: str
     module: bool = False
@@ -59,9 +52,6 @@ class Command:
 
 def parse(argv: Sequence[str]) -> Command:
     """Read the options in front of the script. All words after the script are its arguments.
-
-    Raises:
-        UsageError: if an option is not known, or there is no script.
 
     >>> parse(["--hooks", "h.yaml", "train.py", "--hooks", "mine"])
     Command(target='train.py', module=False, args=('--hooks', 'mine'), hooks='h.yaml')
@@ -95,11 +85,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def check_target(target: str, module: bool) -> None:
-    """Check that there is a script or a module of that name, before a configuration is searched for.
-
-    Raises:
-        UsageError: if there is none. The message names a script in the same folder with a similar name.
-    """
+    """Raise UsageError if there is no script or module of that name, before a configuration is searched for."""
     if module:
         name = target.partition(".")[0]
         here = pathlib.Path(name)
@@ -189,9 +175,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the script of the command line, and end the process with the script's exit code.
 
     If the arguments or the configuration are wrong, the exit code is 2 and the script does not start.
-
-    Args:
-        argv: the arguments; those of this process by default.
     """
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
@@ -244,11 +227,7 @@ def _run(command: Command, record: failure_report.Record, session: Session) -> N
 
 
 def configuration(command: Command) -> ConfigLocation:
-    """Find the configuration. DeepSpeed's is searched for in the JSON files that the script's arguments name.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Find the configuration. DeepSpeed's is searched for in the JSON files that the script's arguments name."""
     return locate_config(command.hooks, _deepspeed_config(command.args))
 
 
