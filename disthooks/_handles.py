@@ -1,4 +1,4 @@
-"""``Attachment``, the handle of attached hooks; hooks that copies of a model do not have; what others hear of."""
+"""``Attachment``, the handle of attached hooks; and hooks that copies of a model do not have."""
 
 # [Note: hooks must not keep models]
 # A hook that is a bound method keeps its object alive, and the object often keeps the model alive. Python's collector
@@ -6,10 +6,6 @@
 # nor into parameters that DDP's C++ reducer or FSDP holds. A hook there is a `weak_method`, which does nothing after
 # its object is gone. A hook on a module is an `UncopiedHook`: a deep copy or pickle of the model would otherwise copy
 # the attachment too, and the hooks of the copy would report to an attachment that no user has.
-#
-# [Note: listeners are replaced]
-# The hot path reads the tuple of listeners as `if listeners:`. The tuple is replaced as a whole and never changed in
-# place, so a reader needs no lock. No event is built if there is no listener.
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,54 +36,10 @@ def check_state(state: Any, *keys: str) -> None:
         raise UsageError(f"load_state_dict({reprlib.repr(state)}): give what state_dict() returned{parts}")
 
 
-class SavedTensorEvent(NamedTuple):
-    """One thing that happened to one saved tensor.
-
-    Attributes:
-        kind: "pack" or "unpack".
-        module_name: the name of the module whose forward saved the tensor, as its attachment knows it.
-        tensor: the tensor itself, as autograd gave it or gets it back.
-        outcome: "stored", "shared" or "kept".
-    """
-
-    kind: str
-    module_name: str
-    tensor: torch.Tensor
-    outcome: str
-
-
 class LoggedRecords:
     """The number of records for which this process has asked ``also=``: the peaks of stores begin anew with each."""
 
     count = 0
-
-
-#: The functions that are called with every event. See [Note: listeners are replaced].
-listeners: tuple[Callable[[SavedTensorEvent], None], ...] = ()
-
-
-def add_listener(listener: Callable[[SavedTensorEvent], None]) -> Callable[[], None]:
-    """Call ``listener`` with every event in this process; call the result to stop.
-
-    >>> stop = add_listener(print)
-    >>> stop()
-    >>> listeners
-    ()
-    """
-    global listeners
-    listeners = (*listeners, listener)
-
-    def stop() -> None:
-        global listeners
-        listeners = tuple(other for other in listeners if other is not listener)
-
-    return stop
-
-
-def notify(kind: str, module_name: str, tensor: torch.Tensor, outcome: str) -> None:
-    """Call every listener with an event."""
-    for listener in listeners:
-        listener(SavedTensorEvent(kind, module_name, tensor, outcome))
 
 
 A = TypeVar("A", bound="Attachment")

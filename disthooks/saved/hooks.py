@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from disthooks import _handles
 from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, is_plain, local_part, region_of
 from disthooks._torch import fresh_count, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
@@ -137,7 +136,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             if found is not None and self._has_same_contents(found[0], tensor, found[1], saved_at):
                 if self._recompute is not None:
                     annotate(tensor, *found)
-                return self._shared(tensor, tensor, *found)
+                return self._shared(tensor, *found)
         part = tensor if type(tensor) is torch.Tensor else _plain_part(tensor)
         decision = self._decide(tensor, part, owner)
         if decision.fate != "keep":
@@ -152,7 +151,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         if self._recompute is not None and exotic(alias) is None:
             annotate(tensor, kept, Layout.of(alias))
         nbytes = tensor.nbytes if type(tensor) is torch.Tensor and decision.is_activation else _nbytes(tensor)
-        return self._count(tensor, decision, nbytes, kept)
+        return self._count(decision, nbytes, kept)
 
     def _find_or_wrap(
         self,
@@ -192,7 +191,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
                 and self._has_same_contents(packed, part, layout, saved_at)
             ):
                 self._annotate(tensor, owner, part, packed, layout)
-                return self._shared(tensor, part, packed, layout)
+                return self._shared(part, packed, layout)
             if packed is not None and decision.fate == "recompute":
                 # It was written without a count since it was saved first, so its node does not tell what it is now.
                 decision = decision._replace(fate="store")
@@ -215,7 +214,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         self._pending.append(weakref.ref(packed))
         if region is not None and isinstance(packed, StoredContent):
             self._parts.add(whole_key, packed, region)
-        return self._count(tensor, decision, nbytes, handle)
+        return self._count(decision, nbytes, handle)
 
     def _annotate(
         self, tensor: torch.Tensor, owner: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout
@@ -283,24 +282,19 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
                 packed = Recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
         return packed
 
-    def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
-        """Count ``tensor``, whose bytes are packed already, and tell listeners."""
+    def _shared(self, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
+        """Count ``part``, whose bytes are packed already."""
         counts = self._module_counts
         counts.shared += part.nbytes
-        if _handles.listeners:
-            _handles.notify("pack", self._module_name, tensor, "shared")
         return packed.handle(layout)
 
-    def _count(self, tensor: torch.Tensor, decision: Decision, nbytes: int, handle: _Held) -> _Held:
-        """Count ``tensor`` by the decision, tell listeners, and give ``handle`` back.
+    def _count(self, decision: Decision, nbytes: int, handle: _Held) -> _Held:
+        """Count a tensor that is kept, and give ``handle`` back.
 
         A packed value itself counts its contents when they are stored, or dropped to be cast or computed again.
         """
         if decision.reason:
             self._counters.count_kept(decision.reason, nbytes, self._module_name)
-        if _handles.listeners:
-            is_stored = decision.fate in ("store", "recompute") and not decision.reason
-            _handles.notify("pack", self._module_name, tensor, "stored" if is_stored else "kept")
         return handle
 
     @uncompiled(BREAK)
@@ -312,11 +306,11 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             alias = tensor if tensor.is_leaf else tensor.detach()
             is_alias = alias is not tensor and exotic(alias) is None
             kept = InPlace(alias, self._module_name, "small", is_alias)
-            return self._count(tensor, keep_because("small"), nbytes, kept)
+            return self._count(keep_because("small"), nbytes, kept)
         begin = time.perf_counter()
         handle = FunctionsHandle(store.put(tensor), store, counters, nbytes, self._module_name)
         counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
-        return self._count(tensor, Decision("store"), nbytes, handle)
+        return handle
 
     def leave(self, tensors: list[torch.Tensor], is_chosen: bool) -> None:
         """Count the tensors that a checkpoint inside keeps in memory. See [Note: arguments of a checkpoint]."""
@@ -382,10 +376,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
 )
 def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
     """The saved tensor. A function of the module, so that a graph does not keep the hooks of its call alive."""
-    tensor = held.unpack()
-    if _handles.listeners:
-        _handles.notify("unpack", held.module_name, tensor, "kept" if isinstance(held, InPlace) else "stored")
-    return tensor
+    return held.unpack()
 
 
 def _plain_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import os
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
-from disthooks import _handles
 from disthooks.engines.base import Shard
-from disthooks.saved.pipeline import pipeline
+from disthooks.saved.hooks import SavedTensorHooks
 from tests.support.engines import close, whole
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks
@@ -78,6 +78,9 @@ class Parts(NamedTuple):
 GOOD = {kind: Parts(True, True, 0, 0) for kind in KINDS}
 
 
+_wrap = SavedTensorHooks._wrap
+
+
 def _storage(tensor: Any) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
 
@@ -99,20 +102,17 @@ def _prove(make: Any, engine: Any, train: Train, how: str, folder: str) -> dict[
                     part.register_forward_pre_hook(note)
             return model
 
-        def look(event: _handles.SavedTensorEvent, weights: set[int] = weights, stored: set[int] = stored) -> None:
-            if event.outcome == "stored" and _storage(event.tensor) in weights:
-                stored.add(_storage(event.tensor))
+        def wrap(
+            hooks: Any, decision: Any, part: Any, *more: Any, weights: set[int] = weights, stored: set[int] = stored
+        ) -> Any:
+            if not decision.reason and _storage(part) in weights:  # with a reason it is kept
+                stored.add(_storage(part))
+            return _wrap(hooks, decision, part, *more)
 
-        stop = _handles.add_listener(look)
-        try:
+        with mock.patch.object(SavedTensorHooks, "_wrap", wrap):
             results, report = run(make, taken, train, how, line)
-        finally:
-            stop()
         back = report.loaded + report.kept_by.get("in place", 0) > 100_000
-        # the user's own functions are given weights too
-        found[kind] = Parts(
-            identical(results, truth.numbers), back, report.held, 0 if kind == "functions" else len(stored)
-        )
+        found[kind] = Parts(identical(results, truth.numbers), back, report.held, len(stored))
     return found
 
 

@@ -6,8 +6,8 @@
 - ``peaks``: living storages, by a dispatch mode (:class:`LivingStorages`);
 - ``by_category`` and ``tracked_peak``: torch's own ``MemTracker``.
 
-:func:`allocated_peak` asks torch's allocator, which sees what no dispatch mode sees. :func:`saved_by_trace` and
-:func:`stored_by_hooks` ask disthooks' own hooks. :func:`largest_batch` looks for the largest batch under a limit.
+:func:`allocated_peak` asks torch's allocator, which sees what no dispatch mode sees. :func:`stored_by_hooks`
+asks disthooks' own hooks. :func:`largest_batch` looks for the largest batch under a limit.
 """
 
 # [Note: what is a saved byte]
@@ -470,22 +470,7 @@ def _peaks_of(profile: Any, before: int) -> dict[str, int]:
 # -- disthooks' own hooks
 
 
-def saved_by_trace(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> dict[str, int]:
-    """The bytes that ``dh.trace`` says autograd saved, by the innermost module.
-
-    It counts the bytes of tensors, each content once, where :func:`measure` counts storages: a view of a part of a
-    storage counts as the part, and a storage that was changed in place between two savings counts twice.
-    """
-    own: collections.Counter[str] = collections.Counter()
-    with unchanged(model), dh.trace(model, print=None) as traced:
-        forward(model, inputs, autocast).backward()
-    for event in traced.events:
-        if event.kind == "pack" and event.note not in ("parameter", "shared"):
-            own[event.name] += event.nbytes
-    return {name: nbytes for name, nbytes in own.items() if nbytes}
-
-
-def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> SavedReport:
+def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> dh.SavedReport:
     """The report of ``dh.save_activations`` on all of ``model`` for one step, with a store that takes every tensor.
 
     ``stored`` has the bytes that the store got: of each storage, or of the part that is saved if that is less than half

@@ -92,7 +92,6 @@ def test_disthooks_stores_what_was_saved() -> None:
     model, inputs = zoo.build("lstm")
     measured = oracle.measure(model, inputs, tracker=False)
     assert oracle.stored_by_hooks(model, inputs).stored == measured.saved_bytes + measured.saved_inputs
-    assert oracle.saved_by_trace(model, inputs)["head"] == measured.by_module["head"]
 
 
 def test_memory_that_is_resized_counts() -> None:
