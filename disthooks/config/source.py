@@ -51,8 +51,8 @@ _BRACE = re.compile(r"[:\-,\[]\s+(\{\w+\}[^\s,}\]]*)")
 _JOINED = re.compile(r"\s*(- +)?[A-Za-z_]+:[^\s/].*$")
 # The dash of a list's entry.
 _DASH = re.compile(r" *-( +)")
-#: The path of a configuration, and the name of the user's file if that path is a copy of a part of it.
-VARIABLE, NAME = "DISTHOOKS_CONFIG", "DISTHOOKS_CONFIG_NAME"
+#: The environment variable that has the path of a configuration.
+VARIABLE = "DISTHOOKS_CONFIG"
 _MOST = 100_000  # values of a file; aliases of aliases could be more than memory holds
 
 
@@ -114,14 +114,7 @@ def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "th
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"a configuration is the path of a file, or a dict; got {type(given).__name__}")
     path = os.fspath(given)
-    # `disthooks launch` gives the workers a copy of the section of accelerate's file, with the lines of that file.
-    is_copy = NAME in os.environ and path == os.environ.get(VARIABLE)
-    return source_of_copy(path, os.environ[NAME] if is_copy else path)
-
-
-def source_of_copy(path: str, name: str) -> Source:
-    """Read a YAML file that is a copy of a part of the file ``name``, with its lines; errors have that name."""
-    return _parsed(name, _text(path))
+    return _parsed(path, _text(path))
 
 
 def _plain(value: Any) -> Any:

@@ -12,12 +12,10 @@ import time
 
 import pytest
 import torch
-import yaml
 
 from disthooks.errors import UsageError
 from disthooks.run.launcher import command, failure_report
-from disthooks.run.launcher.accelerate_config import split
-from disthooks.run.launcher.main import _configured, _several_on_cpus, main
+from disthooks.run.launcher.main import _several_on_cpus, main
 from disthooks.run.launcher.worker import Command, configuration
 from tests.support.jobs.started import LAUNCH, ROOT, RUN, SCRIPTS, ended, job, left, start
 
@@ -142,13 +140,18 @@ def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
         assert not list(folder.glob("ready.*"))
 
 
-def test_an_error_in_a_section_is_told_in_the_users_file(
-    folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("hooks", [[], ["--hooks", "disthooks.yaml"]])
+def test_a_section_in_accelerates_file_is_refused(
+    hooks: list[str], folder: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = folder / "accelerate.yaml"
-    file.write_text("num_processes: 2\n\ndisthooks:\n  watch:\n    stats: [{kind: Nurm}]\ndistributed_type: 'NO'\n")
-    assert main(["--config_file", str(file), str(FAILS)]) == 2
-    assert f"disthooks: error: {file}" in capsys.readouterr().err
+    monkeypatch.chdir(folder)
+    (folder / "a.yaml").write_text("num_processes: 2\ndisthooks:\n  watch: {stats: standard}\n")
+    (folder / "a.json").write_text('{"disthooks": {"watch": {}}}')
+    for file in ("a.yaml", "a.json"):
+        assert main([*hooks, "--config_file", file, str(FAILS)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"disthooks: error: {file}: accelerate refuses a file with the key 'disthooks'")
+        assert "disthooks launch --hooks hooks.yaml" in said
 
 
 @pytest.mark.full_tier(command=([*LAUNCH, *TWO], [*LAUNCH, "--cpu"]))
@@ -173,19 +176,6 @@ def test_hooks_are_named_before_the_script(before: list[str]) -> None:
     assert command.read(["torchrun", "train.py", "--hooks", "mine"]).hooks is None
     with pytest.raises(UsageError, match="--hooks needs the path of a file"):
         command.read(["torchrun", "--hooks"])
-
-
-def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Accelerate gets the rest of its file all the same: it refuses a section that it does not know."""
-    (folder / "a.yaml").write_text("disthooks: {watch: {stats: [{kind: Nurm}]}}\nnum_processes: 1\n")
-    asked = command.read(
-        ["--hooks", str(folder / "disthooks.yaml"), "--config_file", str(folder / "a.yaml"), str(FAILS)]
-    )
-    (folder / "parts").mkdir()
-    asked, hooks, variables = _configured(asked, folder / "parts")
-    assert (hooks, variables) == (str(folder / "disthooks.yaml"), {})
-    assert yaml.safe_load(pathlib.Path(asked.options[-1]).read_text()) == {"num_processes": 1}
-    assert "the disthooks section of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -250,24 +240,6 @@ def test_the_configuration_of_deepspeed_is_found_among_the_arguments(tmp_path: p
         found = configuration(Command("train.py", args=tuple(args)))
         assert found.source == {"watch": {"stats": [{"kind": "Norm"}]}}
     assert configuration(Command("train.py", args=(str(file),), hooks="mine.yaml")).source == "mine.yaml"
-
-
-def test_a_section_keeps_its_lines_and_columns(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "a.yaml"
-    text = "x: &n 2  # two\ndisthooks:\n  watch:\n    every: 3\n\ny: [1,\n 2]\n"
-    file.write_text(text)
-    section, rest = (pathlib.Path(path).read_text() for path in split(str(file), tmp_path) or ())
-    assert section.splitlines()[2:4] == ["  watch:", "    every: 3"]
-    assert (yaml.safe_load(section), yaml.safe_load(rest)) == ({"watch": {"every": 3}}, {"x": 2, "y": [1, 2]})
-    assert rest.splitlines()[5] == "y: [1,"
-    file.write_text(text.replace("every: 3", "every: *n"))  # its anchor is in the other part
-    section = pathlib.Path((split(str(file), tmp_path) or ("",))[0]).read_text()
-    assert yaml.safe_load(section) == {"watch": {"every": 2}}
-    file.write_text("disthooks: {watch: {every: 3}}\nx: 1\n")
-    section, rest = (pathlib.Path(path).read_text() for path in split(str(file), tmp_path) or ())
-    assert (yaml.safe_load(section), yaml.safe_load(rest)) == ({"watch": {"every": 3}}, {"x": 1})
-    file.write_text("x: 1\n")
-    assert split(str(file), tmp_path) is None
 
 
 def rank(number: int, **values: object) -> dict[str, object]:

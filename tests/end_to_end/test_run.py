@@ -29,8 +29,6 @@ watch:
 """
 ACCELERATE = """compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
-disthooks:  # indented as it is
-HOOKS
 mixed_precision: 'no'
 num_machines: 1
 num_processes: 2
@@ -122,18 +120,16 @@ def test_launch_torchrun_with_every_engine(
     assert sum('"loss"' in log for log in logs) == 1  # the first rank prints
 
 
-def test_launch_accelerate_with_a_section(
-    truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    section = "\n".join(f"  {line}" for line in hooks.read_text().splitlines())
-    (tmp_path / "mine.yaml").write_text(ACCELERATE.replace("HOOKS", section))
-    command = [*LAUNCH, "--config_file", "mine.yaml", "-m", "train", "--engine", "accelerate", "-m", "z"]
+def test_launch_accelerate(truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.yaml").write_text(ACCELERATE)
+    options = ["--hooks", hooks, "--config_file", "mine.yaml"]
+    command = [*LAUNCH, *options, "-m", "train", "--engine", "accelerate", "-m", "z"]
     (tmp_path / "tmp").mkdir()
     paths = {"PYTHONPATH": f"{SCRIPTS}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path / "tmp")}
     done = job(command, tmp_path, ACCELERATE_USE_CPU="true", **paths)
     proven(done, truth, alone, ranks=2)
     assert done.lines()[0]["argv"] == [str(TRAIN), "--engine", "accelerate", "-m", "z"]
-    assert "disthooks: mine.yaml: attached to " in done.err  # the user's file, and not the copy of its section
+    assert f"disthooks: {hooks}: attached to " in done.err
     assert not list((tmp_path / "tmp").glob("disthooks-*"))  # the temporary files lived as long as the job
 
 
@@ -160,9 +156,7 @@ def test_a_script_that_reduces_gradients_itself_goes_on(tmp_path: pathlib.Path) 
     assert all(len(one["left_alone"]) == 1 and one["attached"] for one in done.records())
 
 
-MULTI_CPU = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU").replace(
-    "disthooks:  # indented as it is\nHOOKS\n", "use_cpu: true\n"
-)
+MULTI_CPU = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU") + "use_cpu: true\n"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with a GPU accelerate starts two without a file")

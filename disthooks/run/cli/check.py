@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    file: str = typer.Argument(..., help="The hooks file, or accelerate's file with a disthooks section."),
+    file: str = typer.Argument(..., help="The hooks file."),
     model: str | None = typer.Option(
         None, "--model", help="package.module:function or file.py:function: a module, or (module, example inputs)."
     ),
@@ -46,11 +44,12 @@ def check(
 
 def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[str], None]) -> dict[str, Any]:
     from disthooks.run.cli.workload import build, check_sinks, entries_of, made, place, scopes
+    from disthooks.config import from_config
 
     facts: dict[str, Any] = {"file": file, "model": name, "save": [], "watch": None, "run": None}
     try:
         begin(f"reading {file}")
-        plan = _plan_of(file)
+        plan = from_config(file)
         begin("building the model")
         model, inputs = build(name) if name else (None, None)
     except DisthooksError as error:
@@ -72,19 +71,6 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
         begin("predicting one forward and backward")
         facts["run"] = _run(str(name), entries, findings)
     return facts
-
-
-def _plan_of(file: str) -> Any:
-    """The plan of a hooks file, or of the section ``disthooks`` of accelerate's configuration."""
-    from disthooks.config import from_config
-    from disthooks.config.read import plan_of
-    from disthooks.config.source import source_of_copy
-    from disthooks.run.launcher import accelerate_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        is_section = "disthooks" in accelerate_config.values(file)
-        parts = accelerate_config.split(file, pathlib.Path(folder)) if is_section else None
-        return from_config(file) if parts is None else plan_of(source_of_copy(parts[0], file))
 
 
 def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disthooks.config import from_config
-from disthooks.config.read import plan_of
-from disthooks.config.source import NAME, VARIABLE, source_of_copy
+from disthooks.config.source import VARIABLE
 from disthooks.errors import DisthooksError, as_line
 from disthooks.run.launcher import accelerate_config, command, failure_report, supervisor
 from disthooks.run.launcher.failure_report import VARIABLE as RECORDS
@@ -34,8 +33,8 @@ USAGE = """usage: disthooks launch [--hooks FILE] [accelerate] [OPTIONS of accel
        disthooks launch [--hooks FILE] torchrun [OPTIONS of torchrun] SCRIPT ARGS...
        disthooks launch [--hooks FILE] deepspeed [OPTIONS of deepspeed] SCRIPT ARGS...
 
-Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. The configuration is FILE, else the
-'disthooks' section of accelerate's configuration, which accelerate does not get to see, else that of disthooks.run."""
+Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. The configuration is FILE, else that of
+disthooks.run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,47 +46,31 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else _FAULTY
+    try:
+        launch = command.read(argv)
+        check_target(launch.script, launch.module)
+        hooks = _checked_hooks(launch)
+        launch, environment = _several_on_cpus(launch)
+    except DisthooksError as error:
+        print(as_line(error), file=sys.stderr)
+        return _FAULTY
     with tempfile.TemporaryDirectory(prefix="disthooks-") as folder:
-        try:
-            launch = command.read(argv)
-            check_target(launch.script, launch.module)
-            launch, hooks, environment = _configured(launch, pathlib.Path(folder))
-            launch, more = _several_on_cpus(launch)
-            environment |= more
-        except DisthooksError as error:
-            print(as_line(error), file=sys.stderr)
-            return _FAULTY
         return _run(launch, hooks, folder, environment)
 
 
-def _configured(
-    launch: command.LaunchCommand, folder: pathlib.Path
-) -> tuple[command.LaunchCommand, str | None, dict[str, str]]:
+def _checked_hooks(launch: command.LaunchCommand) -> str | None:
     """Check the configuration before anything is started.
 
     Returns:
-        The command line, which names a copy of accelerate's configuration without the section ``disthooks`` if there
-        is one; the path of the hooks file, None if DeepSpeed's JSON has the configuration; and variables to set in the
-        launcher's environment.
+        The path of the hooks file; None if DeepSpeed's JSON has the configuration.
     """
     if launch.launcher == "accelerate":
-        named = launch.chosen.config_file
-        path = named or accelerate_config.default_file()
-        exists = os.path.isfile(named) if named else path is not None  # if a named file is missing, accelerate says so
-        parts = accelerate_config.split(path, folder) if exists and path is not None else None
-        if parts is not None:
-            section, rest = parts
-            options = (*launch.options, "--config_file", rest)  # of two --config_file the last one counts
-            launch = dataclasses.replace(launch, options=options)
-            if launch.hooks is None:
-                plan_of(source_of_copy(section, str(path)))
-                if os.environ.get(VARIABLE):
-                    _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
-                return launch, section, {NAME: str(path)}
-            _warn(f"--hooks is given: the disthooks section of {path} is not read")
+        path = launch.chosen.config_file or accelerate_config.default_file()
+        if path is not None:
+            accelerate_config.refuse_section(path)
     source: Any = configuration(Command(launch.script, launch.module, launch.args, launch.hooks)).source
     from_config(source)
-    return launch, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None, {}
+    return os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
 
 
 def _warn(text: str) -> None:

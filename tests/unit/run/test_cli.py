@@ -486,15 +486,6 @@ def test_hooks_inside_compiled_code(tmp_path: pathlib.Path) -> None:
 # -- explain, report
 
 
-def test_check_reads_the_section_of_accelerates_file(tmp_path: pathlib.Path) -> None:
-    """Accelerate's own keys are no errors, and an error has the line of the user's file."""
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ndisthooks:\n  watch: {stats: standard}\n")
-    assert f"{file}: ok" in run("check", str(file)).stdout.replace("\n", "")
-    file.write_text(file.read_text().replace("watch", "wach"))
-    assert f"{file}:4: wach is not known" in run("check", str(file), code=1).stderr.replace("\n", " ")
-
-
 def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     file = hooks(tmp_path, "save: [{modules: '1', at_least: 0, store: {kind: OnDisk, directory: '{folder}'}}]")
     told = run("explain", f"{BUILT}:small", file, "--device", "cpu")
