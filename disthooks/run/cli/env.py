@@ -78,7 +78,7 @@ def _show(facts: dict[str, Any], found: list[Problem]) -> None:
     rows = [(name, each) for name, value in facts.items() for each in (value if isinstance(value, list) else [value])]
     out.print(table([(name, _text(name, value)) for name, value in rows]), width=width)
     if found:
-        numbered = [(i, *problem) for i, problem in enumerate(found, 1)]
+        numbered = [(i, each.what, each.why, each.do) for i, each in enumerate(found, 1)]
         out.print(table(numbered, ("", "would not work", "why", "do")), width=width)
     else:
         line("nothing is known that would not work here", "green")
