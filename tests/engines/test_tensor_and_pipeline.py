@@ -17,6 +17,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.engines.base import Shard
 from disthooks.saved.hooks import SavedTensorHooks
+from disthooks.saved.pipeline import pipeline
 from tests.support.engines import close, whole
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks

@@ -470,7 +470,7 @@ def _peaks_of(profile: Any, before: int) -> dict[str, int]:
 # -- disthooks' own hooks
 
 
-def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> dh.SavedReport:
+def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> SavedReport:
     """The report of ``dh.save_activations`` on all of ``model`` for one step, with a store that takes every tensor.
 
     ``stored`` has the bytes that the store got: of each storage, or of the part that is saved if that is less than half

@@ -43,8 +43,8 @@ def check(
 
 
 def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[str], None]) -> dict[str, Any]:
-    from disthooks.run.cli.workload import build, check_sinks, entries_of, made, place, scopes
     from disthooks.config import from_config
+    from disthooks.run.cli.workload import build, check_sinks, entries_of, made, place, scopes
 
     facts: dict[str, Any] = {"file": file, "model": name, "save": [], "watch": None, "run": None}
     try:

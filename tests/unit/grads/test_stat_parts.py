@@ -290,7 +290,7 @@ def test_a_statistic_that_is_gone_says_what_to_use() -> None:
     with pytest.raises(AttributeError, match=r"'Agreement': it went in 0\.2; Spread"):
         stats.Agreement  # noqa: B018
     with pytest.raises(dh.errors.ConfigError, match=r"'Agreement' cannot be a stat here; it went in 0\.2: Spread"):
-        dh.from_config({"watch": {"stats": [{"kind": "Agreement"}]}})
+        dh.config.from_config({"watch": {"stats": [{"kind": "Agreement"}]}})
 
 
 def test_deviations_are_checked() -> None:
