@@ -67,10 +67,6 @@ def with_rank(values: torch.Tensor, position: int) -> torch.Tensor:
     The values are rounded to 28 binary digits. If two ranks have the same rounded value, the key of the first rank is
     larger. See [Note: MAX of integers keeps NaN].
 
-    Args:
-        values: numbers of any shape.
-        position: the place of this rank, below 2**24.
-
     >>> pairs = [(0.5, 3), (1.5, 7), (1.5, 9)]
     >>> keys = torch.stack([with_rank(torch.tensor(value), rank) for value, rank in pairs])
     >>> rank_of(keys.amax()).item()
@@ -114,10 +110,6 @@ def total(group: Any, numbers: torch.Tensor) -> torch.Tensor:
 
     The upper and lower halves of the numbers are summed apart, so no sum in a backend exceeds 63 bits.
 
-    Args:
-        group: the process group, or None for one rank alone.
-        numbers: an int64 tensor of the same shape on every rank.
-
     >>> total(None, torch.tensor([-3, 2**62]))
     tensor([                 -3, 4611686018427387904])
     """
@@ -132,10 +124,6 @@ def gather(group: Any, numbers: torch.Tensor) -> list[list[int]]:
     """The ``numbers`` of each rank, as lists on the host, in the order of the ranks' places.
 
     There is one all-gather for every 16 MiB received, so memory stays bounded for any number of ranks.
-
-    Args:
-        group: the process group, or None for one rank alone.
-        numbers: an int64 vector of the same length on every rank.
 
     >>> gather(None, torch.tensor([1, 2]))
     [[1, 2]]
@@ -163,9 +151,6 @@ def group_of(ranks: Sequence[int]) -> Any:
 
     The group has the timeout of the default group. Each of ``ranks`` must call this function; other ranks need not. See
     [Note: groups of our own].
-
-    Args:
-        ranks: global ranks, in the same order on every rank.
     """
     if len(ranks) == 1:
         return None
@@ -241,11 +226,6 @@ def gather_distinct(group: Any, device: torch.device, item: Any) -> list[Any]:
     Each rank gives a checksum, and of equal values the first rank alone sends its text. So the time depends on how many
     values differ, and not on how many ranks there are.
 
-    Args:
-        group: the process group, or None for one rank alone.
-        device: a device on which the group can reduce tensors.
-        item: plain values of Python, which ``ast.literal_eval`` reads.
-
     >>> gather_distinct(None, torch.device("cpu"), ("a", [1, (2, True)]))
     [('a', [1, (2, True)])]
     """
@@ -283,13 +263,7 @@ _WARN_AFTER = 30.0  # seconds of waiting
 
 
 class StepCounts:
-    """Compares the counts of steps of the ranks of one attachment. See [Note: the count of steps is agreed on].
-
-    Args:
-        ranks: the global ranks that are attached together, this rank included.
-        rank: this global rank.
-        timeout: how many seconds to wait for the other ranks.
-    """
+    """Compares the counts of steps of the ranks of one attachment. See [Note: the count of steps is agreed on]."""
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self._ranks, self._rank, self._timeout = tuple(ranks), rank, timeout
@@ -309,9 +283,6 @@ class StepCounts:
 
         This happens in the first step after attaching and in the first step after :meth:`loaded`. All other calls
         return at once.
-
-        Args:
-            steps: how many steps this rank counts.
 
         Raises:
             AttachError: when two ranks have different counts, or a rank has not written its count in time.

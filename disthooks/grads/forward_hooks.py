@@ -60,11 +60,6 @@ _SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.A
 class ForwardHooks:
     """The hooks on the modules of a model. See [Note: outputs are read in forward].
 
-    Args:
-        engine: the engine of the models.
-        called: the models that the loop calls: the engine's wrappers, or the models themselves.
-        needs: what each statistic and rule needs.
-
     Raises:
         MatchError: when a pattern matches no module.
 
@@ -330,10 +325,6 @@ def _together(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def facts_of(tensor: torch.Tensor, counts_zeros: bool = True) -> torch.Tensor:
     """How many elements, the sum of squares, how many are zero, how many are not finite, and the largest magnitude.
-
-    Args:
-        tensor: of floating-point or complex numbers.
-        counts_zeros: whether zeros are counted; if not, their number is NaN.
 
     Returns:
         A float64 tensor of shape (5,) on the device of ``tensor``.

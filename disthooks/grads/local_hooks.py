@@ -165,11 +165,7 @@ class LocalGradientHooks:
         self.rules.step, self._is_logged = step, is_logged
 
     def take(self, left_out: Iterable[int] = ()) -> list[LocalStats]:
-        """The numbers that were kept of each parameter since the last call. Called once in each step.
-
-        Args:
-            left_out: the places of parameters whose optimizer does not step, so that their numbers stay for its step.
-        """
+        """The numbers that were kept of each parameter since the last call. Called once in each step."""
         self.rules.forget_batches()
         if not self._stats:
             return self._no_stats

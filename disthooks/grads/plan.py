@@ -121,11 +121,6 @@ class VectorLayout:
     def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:
         """The numbers of ``measure`` for the parameters ``wants``, in one row.
 
-        Args:
-            values: the numbers of each measure, as :meth:`unpack` gives them.
-            measure: a measure that has numbers for each parameter.
-            wants: indices into ``shards``; each is one of the measure's parameters.
-
         See [Note: pieces of a vector].
         """
         has = self.uses[measure]
@@ -191,13 +186,6 @@ class Round:
 class StepPlan:
     """The rounds of every step. Rules and statistics are matched with the parameters here, once, at attach.
 
-    Args:
-        rules: the rules, in the order in which they are applied.
-        stats: the statistics.
-        shards: the parameters that the optimizer updates.
-        groups: for each named group of parameters their indices into ``shards``.
-        modules: the names of the modules whose outputs are read.
-
     Raises:
         MatchError: when a rule is for no parameter.
         UsageError: when a rule cannot be right on one of its parameters.
@@ -250,12 +238,7 @@ class StepPlan:
         self.rewritten = frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
     def _layout(self, uses: Sequence[MeasureUse], each: Collection[Measure] = ()) -> VectorLayout:
-        """A layout that has each measure once, for all parameters for which any rule or statistic needs it.
-
-        Args:
-            uses: what rules and statistics measure.
-            each: the measures whose numbers are read for each parameter.
-        """
+        """A layout that has each measure once, for all parameters for which any rule or statistic needs it."""
         union: dict[Measure, set[int]] = {}
         for measure, indices in uses:
             union.setdefault(measure, set()).update(indices)
@@ -368,10 +351,6 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
 
 def optimized_shards(engine: Engine, parameters: Sequence[nn.Parameter]) -> list[int]:
     """The indices of the engine's shards that the optimizer updates.
-
-    Args:
-        engine: the engine of the model.
-        parameters: the parameters of the optimizer.
 
     Raises:
         AttachError: when the optimizer holds a parameter that is not the model's, or none at all.

@@ -138,14 +138,7 @@ class PendingRecord(NamedTuple):
     def read(
         self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], said: set[Stat]
     ) -> dict[str, Any]:
-        """Make the record of the step; each statistic changes the state that it keeps from step to step.
-
-        Args:
-            plan: the plan of the step.
-            stats: each statistic with its state.
-            ranks: the global ranks that take part.
-            said: the statistics of which it has been said that they have no numbers.
-        """
+        """Make the record of the step; each statistic changes the state that it keeps from step to step."""
         *vectors, numbers = self.copy.tensors()
         record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
         merged = list(zip(vectors[::2], vectors[1::2], strict=True))
@@ -401,12 +394,6 @@ class RecentStep(NamedTuple):
 
 class StepRecords:
     """Makes the records of one attachment, on every rank the same.
-
-    Args:
-        plan: the plan of the steps.
-        stats: each statistic with the state that it keeps from one logged step to the next.
-        ranks: the global ranks that take part.
-        recent: how many steps that are not logged stay on the device.
 
     Attributes:
         stats: the statistics and their states.

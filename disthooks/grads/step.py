@@ -235,15 +235,7 @@ class StepRunner:
     def run(
         self, step: int, is_logged: bool, reuse_copies: bool, optimizers: Sequence[Any], has_others: bool = False
     ) -> StepResult:
-        """Measure the gradients, and rewrite them in place.
-
-        Args:
-            step: how many steps there were before.
-            is_logged: whether this step will be logged.
-            reuse_copies: whether the copies of the parameters stay in memory for the next logged step.
-            optimizers: the optimizers that step.
-            has_others: whether there are others that do not step now; their parameters have no gradients here.
-        """
+        """Measure the gradients, and rewrite them in place."""
         self._update, self._step = None, step
         self._deferred_errors.check()
         final = self._gradients()

@@ -94,11 +94,6 @@ class ClipPercentile(Rule):
 def percentile(numbers: torch.Tensor, count: torch.Tensor, q: float) -> torch.Tensor:
     """The ``q``-th percentile of the first ``count`` of ``numbers``, by linear interpolation; NaN if there are none.
 
-    Args:
-        numbers: a vector.
-        count: a scalar tensor on the same device; above ``len(numbers)`` it means all of them.
-        q: from 0 to 100.
-
     >>> percentile(torch.tensor([4.0, 1.0, 2.0, 9.0]), torch.tensor(3), 25.0)
     tensor(1.5000)
     """

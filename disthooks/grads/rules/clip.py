@@ -197,12 +197,7 @@ def at_step(schedule: float | Mapping[int, float] | Callable[[int], float], step
 
 
 def factor_to(limit: float | torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """The factor that scales gradients with this norm down to at most ``limit``, by the formula of torch.
-
-    Args:
-        limit: the largest norm: a number or a tensor.
-        norm: a norm, or one for each parameter. The result has its shape.
-    """
+    """The factor that scales gradients with this norm down to at most ``limit``, by the formula of torch."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     # A limit that is learned may be infinite or NaN itself when the norm is infinite. The formula would give NaN then.
     return torch.where(norm == torch.inf, 0.0, factor)

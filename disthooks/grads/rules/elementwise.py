@@ -212,12 +212,6 @@ class Noise(Rule):
 def places(part: Part, start: int, count: int, device: torch.device) -> torch.Tensor:
     """The places in the flattened whole parameter of ``count`` elements of the part, from element ``start`` of it on.
 
-    Args:
-        part: which elements of the whole parameter are here.
-        start: the index of the first element in the flattened part.
-        count: how many elements.
-        device: where the places are made.
-
     Returns:
         An int64 vector of ``count`` places.
 
@@ -241,11 +235,6 @@ def places(part: Part, start: int, count: int, device: torch.device) -> torch.Te
 
 def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """A number of the standard normal distribution for each place in ``where``; the same for the same place and keys.
-
-    Args:
-        where: int64 places, of any shape.
-        keys: two keys of 64 bits, signed.
-        dtype: the dtype of the result, float32 or float64.
 
     See [Note: noise by counting].
     """

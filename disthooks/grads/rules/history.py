@@ -55,11 +55,6 @@ class History:
 
         It is infinity also if the numbers are all the same, unless ``least_ratio`` is given: they do not tell how far a
         number may be from them, and a limit that equals them would never rise again.
-
-        Args:
-            state: the state of the rule.
-            name: the name of the number.
-            least_ratio: how many times the mean the limit is at least.
         """
         mean, deviation = self.mean(state, name)
         limit = torch.maximum(mean + self.sigmas * deviation, least_ratio * mean)

@@ -276,9 +276,6 @@ class RecordWriter:
 
     See [Note: a sink that fails].
 
-    Args:
-        also: functions whose values are logged with the record of each logged step.
-
     Attributes:
         sinks: the functions that are called with each record.
     """

@@ -94,10 +94,6 @@ def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
     bin, which is at most a quarter of the bin's lower edge. The result is 0 in the first bin, infinity in the last bin,
     and NaN if the row counts no elements.
 
-    Args:
-        counts: float64, of shape (..., BINS), on the CPU.
-        q: the share, from 0 to 1.
-
     Returns:
         A float64 tensor of shape (...).
 
@@ -166,10 +162,6 @@ def pieces(tensor: torch.Tensor, part: Part) -> list[tuple[int, torch.Tensor]]:
     A part that is a range of the flattened parameter may begin and end in the middle of a row. So there are up to three
     views: the end of a row, whole rows, and the beginning of a row.
 
-    Args:
-        tensor: this rank's elements: of the shape of the part's box, or of one dimension for a range.
-        part: which elements of the whole parameter these are.
-
     Returns:
         Pairs of the index of the first unit and a view. Dimension 0 of the view counts units from that one on.
 
@@ -227,9 +219,6 @@ class MomentSums(Measure):
         1979). Only the second one is a difference of large numbers. They are float64 and as large as the means, not as
         large as the elements' squares, so few digits are lost (decision 53).
 
-        Args:
-            values: of shape (..., 4).
-
         Returns:
             Two tensors of shape (...).
         """
@@ -255,9 +244,6 @@ class ExtremeValues(Measure):
 
     def low_high(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest and the largest element from merged numbers; NaN if there are no elements.
-
-        Args:
-            values: int64 of shape (..., 2).
 
         Returns:
             Two float64 tensors of shape (...).

@@ -42,12 +42,7 @@ def usable(grad: torch.Tensor) -> bool:
 
 
 def read(grads: Sequence[torch.Tensor], counting: CountRows | None = None) -> Reading:
-    """Read ``grads``, which have elements and are on one device. The host does not wait for the device.
-
-    Args:
-        grads: gradients that :func:`usable` takes.
-        counting: the rows of counts that magnitudes are added to; None to count nothing.
-    """
+    """Read ``grads``, which have elements and are on one device. The host does not wait for the device."""
     device = grads[0].device
     facts = torch.empty(len(FACTS), len(grads), dtype=torch.float64, device=device)
     counts = None

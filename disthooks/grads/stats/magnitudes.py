@@ -67,14 +67,7 @@ class MagnitudeCounter:
         self._room = Room()
 
     def add(self, row: int, block: torch.Tensor, padding: int = 0, largest: float = math.inf) -> torch.Tensor:
-        """Count the magnitudes of ``block`` in a row; returns how many are in the first bin.
-
-        Args:
-            row: the row that they are added to.
-            block: float32 or float64.
-            padding: how many elements are zeros that are not to be counted.
-            largest: the largest magnitude, if the host knows it: then the CPU counts most blocks in one pass.
-        """
+        """Count the magnitudes of ``block`` in a row; returns how many are in the first bin."""
         integer, shift, _ = _BITS[block.dtype]
         under = first_code(block.dtype) - 1  # the code that stands for the first bin; the other bins follow
         bits, magnitude = block.view(integer), (1 << 8 * block.itemsize - 1 - shift) - 1

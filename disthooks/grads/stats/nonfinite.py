@@ -133,10 +133,6 @@ def leader(sums: Sequence[float], ranks: Sequence[int]) -> int | None:
 def ranks_in(mark: float, ranks: Sequence[int]) -> tuple[int, ...] | None:
     """The global ranks that a merged number of :class:`OwnNonFinite` stands for; None if it does not tell them.
 
-    Args:
-        mark: the number of one parameter, summed over the ranks.
-        ranks: the global ranks that take part, in the order of their places.
-
     See [Note: ranks as bits].
 
     >>> ranks_in(float(2**0 + 2**3), range(10, 20))

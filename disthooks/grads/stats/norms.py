@@ -118,13 +118,7 @@ class Power(Measure):
 
 
 def squares(tensors: Sequence[torch.Tensor | None], device: torch.device, is_summed: bool = False) -> torch.Tensor:
-    """For each tensor the sum of the squares of its elements: a float64 vector on ``device``; 0 for None.
-
-    Args:
-        tensors: the tensors.
-        device: where the numbers are wanted.
-        is_summed: whether only the sum of these numbers counts. Then the first one may be this sum and the others 0.
-    """
+    """For each tensor the sum of the squares of its elements: a float64 vector on ``device``; 0 for None."""
     if all(tensor is None for tensor in tensors):
         return torch.zeros(len(tensors), dtype=torch.float64, device=device)
     if all(tensor is None or tensor.is_cpu for tensor in tensors):

@@ -100,9 +100,6 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 def run(words: list[str] | None = None) -> int:
     """Run one command.
 
-    Args:
-        words: the name of the command and its arguments; by default the arguments of this process.
-
     Returns:
         The exit code: 0 if it went well, 1 if the command failed (2 if ``diff`` did), 2 if the arguments are wrong (one
         line on stderr says why), 130 after Ctrl-C.

@@ -374,12 +374,7 @@ def _vertical(part: float) -> str:
 
 
 def show(said: Explanation, told: dict[str, Any]) -> None:
-    """Print an explanation on the terminal.
-
-    Args:
-        said: the explanation.
-        told: the same as a document, with what the command adds to it.
-    """
+    """Print an explanation on the terminal."""
     columns = console().width
     lines = tree_lines(folded(said.modules), said.saved_bytes)
     if lines:

@@ -59,14 +59,7 @@ def styled(text: str, style: str = "") -> Any:
 def table(
     rows: Iterable[Sequence[object]], heads: Sequence[str] = (), right: Sequence[int] = (), title: str = ""
 ) -> Any:
-    """A table of texts; markup in them has no effect.
-
-    Args:
-        rows: the cells of each row, which are shown as ``str`` makes them.
-        heads: the head of each column; none by default.
-        right: the numbers of the columns that hold numbers: these stand at the right and are never folded.
-        title: a line above the table.
-    """
+    """A table of texts; markup in them has no effect."""
     from rich import box
     from rich.table import Table
 
@@ -91,13 +84,7 @@ def table(
 
 
 def line(text: str, colour: str = "", error: bool = False) -> None:
-    """Print ``text`` in one line, however long it is, so that other programs can search for it.
-
-    Args:
-        text: the text.
-        colour: "red", "green" or "yellow"; used only on a terminal, and not if ``NO_COLOR`` is set.
-        error: whether to print on stderr instead of stdout.
-    """
+    """Print ``text`` in one line, however long it is, so that other programs can search for it."""
     text, stream = plain(text), sys.stderr if error else sys.stdout
     shown = colour and stream.isatty() and not os.environ.get("NO_COLOR")
     print(f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if shown else text, file=stream)
@@ -112,9 +99,6 @@ class Begin(Protocol):
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Begin]:
     """Show on stderr what is done: a progress bar on a terminal, and a line every five seconds in a file or a pipe.
-
-    Args:
-        steps: how many steps there are.
 
     Returns:
         A function to call before each step, with a text that says what the step does. With ``is_step=False`` it

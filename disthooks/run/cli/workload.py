@@ -54,12 +54,7 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
     def failed(self, where: str, error: BaseException | str) -> None:
-        """Add an error as one line.
-
-        Args:
-            where: the place in the configuration that the line begins with; "" for none.
-            error: the error, or its text.
-        """
+        """Add an error as one line."""
         text = " ".join(str(error).split())
         self.errors.append(f"{where}: {text}" if where else text)
 
@@ -183,9 +178,6 @@ def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[
 def find(name: str) -> Callable[[], Any]:
     """The function that makes the model.
 
-    Args:
-        name: "package.module:function" or "path/to/file.py:function".
-
     Raises:
         UsageError: if there is no such function.
     """
@@ -209,9 +201,6 @@ def find(name: str) -> Callable[[], Any]:
 
 def build(name: str) -> tuple[Any, Any]:
     """Call the function that makes the model. Its tensors have no memory.
-
-    Args:
-        name: "package.module:function" or "path/to/file.py:function".
 
     Returns:
         The module, and its example inputs; None if the function returns none.

@@ -49,10 +49,6 @@ class SaveEntries:
     def plan_for(self, model: nn.Module, is_last: bool) -> tuple[Plan, bool]:
         """The plan for one model.
 
-        Args:
-            model: the model that is called.
-            is_last: whether no other optimizer waits for its model.
-
         Returns:
             The plan, without ``save`` if the model has it already or no entry matches in it; and whether to attach
             it ``partly``.

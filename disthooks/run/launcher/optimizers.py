@@ -167,10 +167,6 @@ def started_alone() -> str | None:
 def engine_to_attach(model: nn.Module, has_group: bool) -> Engine:
     """The engine of a model that is called.
 
-    Args:
-        model: the model.
-        has_group: whether the plan names a group of ranks, so that a model without an engine may be a stage.
-
     Raises:
         AttachError: if hooks must not be attached to the model; the message says why, and what to do.
     """

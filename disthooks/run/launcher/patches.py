@@ -103,11 +103,7 @@ class Listener(Protocol):
 
 
 class TorchPatches:
-    """The methods of torch that are replaced while a session runs. See [Note: what is replaced in torch].
-
-    Args:
-        listener: the session, which is told of optimizers, calls and steps.
-    """
+    """The methods of torch that are replaced while a session runs. See [Note: what is replaced in torch]."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener, self._in_call = listener, threading.local()
@@ -250,11 +246,7 @@ def only_fills_state() -> bool:
 
 
 class FrameworkPatches:
-    """The accelerators and Trainers of a script, and the checkpoints that they have loaded.
-
-    Args:
-        attached: returns what is attached to an optimizer, or None.
-    """
+    """The accelerators and Trainers of a script, and the checkpoints that they have loaded."""
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
         self._attached = attached
