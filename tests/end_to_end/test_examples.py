@@ -30,7 +30,7 @@ def test_it_is_short_and_asserts(path: pathlib.Path) -> None:
 
 
 #: Those that take longest; tests/integrations trains with the same frameworks.
-LONG = ("23_sft_lora", "25_ray", "31_layer_inputs", "32_keep_a_budget")
+LONG = ("11_sft_lora", "13_ray", "19_layer_inputs", "20_keep_a_budget")
 
 
 @pytest.mark.full_tier(path=tuple(path for path in EXAMPLES if path.stem in LONG))

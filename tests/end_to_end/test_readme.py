@@ -30,8 +30,8 @@ MARK = "# not run in CI: "
 #: The blocks that do not run, by page and reason. Make the block run rather than add to these.
 NOT_RUN = [
     *[("docs/gpu.md", "it needs a GPU")] * 4,
-    ("docs/saved-tensors/layer-inputs.md", '"model" is yours; examples/31_layer_inputs.py is run'),
-    ("docs/integrations/ray.md", "it starts a Ray cluster (examples/25_ray.py is run)"),
+    ("docs/saved-tensors/layer-inputs.md", '"model" is yours; examples/19_layer_inputs.py is run'),
+    ("docs/integrations/ray.md", "it starts a Ray cluster (examples/13_ray.py is run)"),
 ]
 
 

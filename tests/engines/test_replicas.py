@@ -192,7 +192,7 @@ def _refused(rank: int, engine: str) -> str:
 
 
 def _example(rank: int) -> None:
-    runpy.run_path("examples/17_which_rank_is_wrong.py", run_name="__main__")
+    runpy.run_path("examples/05_which_rank_is_wrong.py", run_name="__main__")
 
 
 def test_the_example_on_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

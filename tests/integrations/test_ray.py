@@ -1,4 +1,4 @@
-"""Ray Train's TorchTrainer, on two real workers. The norm and the checkpoint are proven by examples/25_ray.py."""
+"""Ray Train's TorchTrainer, on two real workers. The norm and the checkpoint are proven by examples/13_ray.py."""
 
 from __future__ import annotations
 

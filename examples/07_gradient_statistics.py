@@ -1,4 +1,4 @@
-"""Statistics of gradients, the same alone and with ``torchrun --nproc-per-node 2 19_gradient_statistics.py``."""
+"""Statistics of gradients, the same alone and with ``torchrun --nproc-per-node 2 07_gradient_statistics.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping that finds its own threshold: alone, or ``torchrun --nproc-per-node 2 examples/18_adaptive_clipping.py``."""
+"""Clipping that finds its own threshold: alone, or ``torchrun --nproc-per-node 2 examples/06_adaptive_clipping.py``."""
 
 from __future__ import annotations
 
