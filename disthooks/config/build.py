@@ -113,7 +113,7 @@ class BuildSpec:
             self.source.fail(self.path, f": {self.kind.name} is no {self.kind.noun}: {wanted} is needed")
 
 
-class Builder:
+class SpecBuilder:
     """Makes the specs of the entries of one configuration."""
 
     def __init__(self, source: Source, expand: Expansion) -> None:

@@ -44,13 +44,13 @@ def yaml_of(document: Mapping[str, Any]) -> str:
     except ImportError as error:
         raise ConfigError("writing a configuration needs PyYAML: pip install 'disthooks[config]'") from error
 
-    class Plain(yaml.SafeDumper):
+    class NoAnchors(yaml.SafeDumper):
         """A dumper that writes no anchors: an object that occurs twice is written twice."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    return str(yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120))
+    return str(yaml.dump(document, Dumper=NoAnchors, sort_keys=False, allow_unicode=True, width=120))
 
 
 def entry(value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from disthooks._registry import NOUNS, Kind, kind_names, near, nearest, noun_of
 from disthooks._tensors import parse_bytes
-from disthooks.config.build import Builder, BuildSpec
+from disthooks.config.build import BuildSpec, SpecBuilder
 from disthooks.config.plan import Plan, PlanSource, make_run
 from disthooks.config.source import Expansion, Path, Source, names_run
 from disthooks.errors import ConfigError, UsageError
@@ -63,7 +63,7 @@ def plan_of(source: Source) -> Plan:
     expand = Expansion(source, checked["run"])
     # `run` has a default, so its directory is made only if the file names it, or a path is in it.
     uses_run = "run" in source.document or names_run(source.document)
-    builder = Builder(source, expand)
+    builder = SpecBuilder(source, expand)
     written = PlanSource(source, expand.run if uses_run else None)
     saves = [_entry(entry, ("save", i), builder, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
     _take_watchers(checked, source)
@@ -218,7 +218,7 @@ def _shown(value: Any) -> str:
 
 
 def _entry(
-    entry: Mapping[str, Any], path: Path, builder: Builder, written: PlanSource, exact: bool
+    entry: Mapping[str, Any], path: Path, builder: SpecBuilder, written: PlanSource, exact: bool
 ) -> tuple[Any, Pipeline]:
     source = written.source
     stages: list[Any] = []
@@ -260,7 +260,7 @@ def _spec_returning(stat: Stat, source: Source, path: Path) -> BuildSpec:
     return BuildSpec(Kind(type(stat).__name__, "stat", lambda: stat), {}, source, path)
 
 
-def _watches(watch: Mapping[str, Any], builder: Builder, source: Source) -> dict[str, Any]:
+def _watches(watch: Mapping[str, Any], builder: SpecBuilder, source: Source) -> dict[str, Any]:
     """The arguments of :func:`disthooks.gradients`, with specs in the place of rules, statistics and sinks."""
     plain = ("every", "recent", "groups", "optimizers", "process_group", "experts")
     watches: dict[str, Any] = {key: watch[key] for key in plain}

@@ -146,7 +146,7 @@ def _parsed(name: str, text: str) -> Source:
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{name}:1: is empty: it needs 'save' or 'watch'")
-        return _Reader(name, loader).read(root)
+        return _YamlReader(name, loader).read(root)
     except yaml.YAMLError as error:
         raise ConfigError(_short(name, text, error)) from None
     except RecursionError:
@@ -205,7 +205,7 @@ def _columns(text: str) -> list[int]:
     return [first + 1, dash.end() + 1] if dash else [first + 1]
 
 
-class _Reader:
+class _YamlReader:
     """Makes values of YAML's nodes and notes their lines; see [Note: values with their lines]."""
 
     def __init__(self, name: str, loader: Any) -> None:

@@ -23,7 +23,7 @@ from disthooks.engines.skip import exclude_from_step
 from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
 from disthooks.grads.plan import BoundRule
-from disthooks.grads.records import Reading, RecentStep, StepRecords, UnwrittenRecords
+from disthooks.grads.records import ReadRecords, RecentStep, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
 from disthooks.grads.stats.base import Stat, State
@@ -369,7 +369,7 @@ class Gradients(Attachment):
         """
         self._publish(self._records.read(wait=True), known)
 
-    def _publish(self, reading: Reading, known: Mapping[str, float] | None = None) -> None:
+    def _publish(self, reading: ReadRecords, known: Mapping[str, float] | None = None) -> None:
         """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
         self._note_nonfinite(reading)
         for fields, is_logged, _ in reading.records:
@@ -386,7 +386,7 @@ class Gradients(Attachment):
                 if is_first:
                     self._tell_of(fields)
 
-    def _note_nonfinite(self, reading: Reading) -> None:
+    def _note_nonfinite(self, reading: ReadRecords) -> None:
         self.nonfinite_steps += reading.nonfinite_steps
         for fields, _, is_first_nonfinite in reading.records:
             if is_first_nonfinite:

@@ -104,7 +104,7 @@ class ForwardHooks:
     def attach(self) -> list[Removable]:
         """Put the hooks on the modules."""
         handles: list[Removable] = [
-            module.register_forward_hook(UncopiedHook(_Reader(self, index))) for index, module in self._modules
+            module.register_forward_hook(UncopiedHook(_ModuleHook(self, index))) for index, module in self._modules
         ]
         if self._print_every:
             for index, module in self._modules:
@@ -270,7 +270,7 @@ class Clock:
         return list(found.values())
 
 
-class _Reader:
+class _ModuleHook:
     """The hook on one module. It does nothing once the attachment is collected: nobody would take what it finds."""
 
     __slots__ = ("hooks", "index")
@@ -284,7 +284,7 @@ class _Reader:
             hooks.read(self.index, module, output)
 
 
-class _InputReader(_Reader):
+class _InputReader(_ModuleHook):
     """The hook on the inputs of one module."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:

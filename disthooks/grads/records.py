@@ -280,12 +280,12 @@ class WatchedSteps:
             watched = self._on_way.popleft()
             numbers = watched.read()
             if self.has_norm:
-                self._compare(watched.step, numbers)
+                self._keep_peak(watched.step, numbers)
             step = self._judge(watched.step, numbers) if self._indices else None
             found += [] if step is None else [step]
         return found
 
-    def _compare(self, step: int, numbers: Mapping[str, torch.Tensor]) -> None:
+    def _keep_peak(self, step: int, numbers: Mapping[str, torch.Tensor]) -> None:
         """Keep the norm of this step if it is the largest since the last record."""
         norm = math.sqrt(float(numbers["squares"]))
         self._unlogged += 1
@@ -371,7 +371,7 @@ class StepRecord(NamedTuple):
     is_first_nonfinite: bool
 
 
-class Reading(NamedTuple):
+class ReadRecords(NamedTuple):
     """The records that one reading gives.
 
     Attributes:
@@ -473,7 +473,7 @@ class StepRecords:
             fields = {**fields, **known.get(step, {}), "recent": True}
             yield StepRecord(fields, is_logged=False, is_first_nonfinite="nonfinite_params" in known.get(step, {}))
 
-    def read(self, wait: bool) -> Reading:
+    def read(self, wait: bool) -> ReadRecords:
         """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
         nonfinite = self._watched.read(wait)
         spikes, self._watched.spikes = self._watched.spikes, []
@@ -502,7 +502,7 @@ class StepRecords:
             if self._watched.count:  # so the log tells how many unlogged steps were not finite
                 fields["nonfinite_steps"] = self._watched.count
             records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))
-        return Reading(len(nonfinite), records)
+        return ReadRecords(len(nonfinite), records)
 
     def judge_norm(self, fields: Mapping[str, Any]) -> tuple[bool, bool]:
         """Whether the norm in a logged record is not finite, and whether it is the first of several in a row.

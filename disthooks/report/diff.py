@@ -27,7 +27,7 @@ _DIGITS = 16
 _ALL = 2**60
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first difference of two runs, and what came of it in the same step.
 
     Attributes:
@@ -61,7 +61,7 @@ class Comparison(NamedTuple):
 
     steps: list[int]
     compared: int
-    first: Difference | None
+    first: FirstDifference | None
     left_out: Counter[str]
     notes: list[str]
     culprits: tuple[list[Culprit], list[Culprit]] = ([], [])
@@ -197,7 +197,7 @@ def _prints(run: Run, at: int, of: str, kind: str) -> dict[str, str]:
     return {run.names[of][place]: column[place] for place in order if isinstance(column[place], str)}
 
 
-def _first(run: Run, step: int, found: Sequence[_Found]) -> Difference:
+def _first(run: Run, step: int, found: Sequence[_Found]) -> FirstDifference:
     counts = {kind: sum(each[1] == kind for each in found) for _, kind in _KINDS}
     modules = [each for each in found if each[0] == "module"]
     starts = [each for each in found if each[1] == "start"]
@@ -213,7 +213,7 @@ def _first(run: Run, step: int, found: Sequence[_Found]) -> Difference:
     else:
         _, kind, name, mine, theirs = found[0]
         has_same_input = None
-    return Difference(step, kind, name, _rank(mine, theirs, run, kind), has_same_input, counts)
+    return FirstDifference(step, kind, name, _rank(mine, theirs, run, kind), has_same_input, counts)
 
 
 def _rank(mine: str, theirs: str, run: Run, kind: str) -> int | None:

@@ -112,8 +112,8 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
     found = Scores(values)
     begin, row = at - at % BLOCK, at % BLOCK
     distance = found.distance(begin)[row]
-    # Those that moved by less moved too, once it is known that something went wrong in this step. In a step in which
-    # all gradients are large, those that moved hardly in comparison with the worst did not come of it.
+    # Gradients that jumped by less count too, once it is known that something went wrong in this step. In a step in
+    # which all gradients are large, those that hardly moved in comparison with the worst do not count.
     far = max(_ALSO, _ALSO_SHARE * math.log10(min(worst.factor, _LARGEST)))
     moved = (distance > far) & (found.deviations(begin, torch.arange(len(distance)))[row] > _ALSO_DEVIATIONS)
     order = run.order["param"]

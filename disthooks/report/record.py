@@ -37,13 +37,13 @@ _UNLIKE = {
 }
 
 
-class Part(BaseModel):
+class LoggedObject(BaseModel):
     """An object in a record; it may have more keys."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class About(Part):
+class About(LoggedObject):
     """The description of an attachment."""
 
     engine: str = ""
@@ -53,7 +53,7 @@ class About(Part):
     rules: list[str] = []
 
 
-class Names(Part):
+class Names(LoggedObject):
     """The names of columns."""
 
     param: list[str] = []
@@ -61,7 +61,7 @@ class Names(Part):
     called: list[int] = []
 
 
-class Place(Part):
+class Place(LoggedObject):
     """A parameter whose gradient was not finite."""
 
     param: str
@@ -140,7 +140,7 @@ class Record(dict[str, Any]):
 
 _FIELDS = {field.name: field.of for field in vars(Record).values() if isinstance(field, _Field)}
 _Schema = create_model(
-    "_Schema", __base__=Part, **{name: (of, ... if name == "step" else None) for name, of in _FIELDS.items()}
+    "_Schema", __base__=LoggedObject, **{name: (of, ... if name == "step" else None) for name, of in _FIELDS.items()}
 )  # type: ignore[call-overload]
 
 

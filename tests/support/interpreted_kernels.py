@@ -18,7 +18,7 @@ from disthooks.saved.codecs import blocks, cast, quantize
 from disthooks.saved.codecs.base import Codec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CODECS: dict[str, tuple[Codec, blocks.Kind, int]] = {
+CODECS: dict[str, tuple[Codec, blocks.CodeKind, int]] = {
     "8": (dh.Quantize(8), quantize._KINDS[8], 128),
     "4": (dh.Quantize(4), quantize._KINDS[4], 128),
     "8, nearest": (dh.Quantize(8, stochastic=False), quantize._KINDS[8], 128),

@@ -127,7 +127,7 @@ def test_the_check_of_a_device_passes(dtype: torch.dtype) -> None:
 def test_the_check_of_a_device_notices_wrong_numbers(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true = fused.read
 
-    def wrong(grads: list[torch.Tensor], counting: CountRows | None = None) -> fused.Reading:
+    def wrong(grads: list[torch.Tensor], counting: CountRows | None = None) -> fused.RowFacts:
         found = true(grads, counting)
         getattr(found, what)[0, 0] += 1
         return found
@@ -138,6 +138,6 @@ def test_the_check_of_a_device_notices_wrong_numbers(what: str, monkeypatch: pyt
 
 
 def test_wrong_numbers_mean_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "read", lambda grads, counting=None: fused.Reading(torch.zeros(8, 1), None))
+    monkeypatch.setattr(fused, "read", lambda grads, counting=None: fused.RowFacts(torch.zeros(8, 1), None))
     with pytest.warns(UserWarning, match="the kernel counts other magnitudes"):
         assert not fused._works(torch.device("cpu"), torch.float32)

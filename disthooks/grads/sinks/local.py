@@ -121,7 +121,7 @@ class Jsonl:
 
     path: str | os.PathLike[str]
 
-    def open(self) -> Lines:
+    def open(self) -> JsonlLines:
         """Make the directories and the file, and return the sink that writes the lines, all of one run."""
         try:
             path = pathlib.Path(self.path)
@@ -131,7 +131,7 @@ class Jsonl:
                 _end_line(path)
         except OSError as error:
             raise UsageError(f"Jsonl: {os.fspath(self.path)!r} cannot be written: {error.strerror}") from error
-        return Lines(self)
+        return JsonlLines(self)
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -147,7 +147,7 @@ class Jsonl:
             file.write(line + "\n")
 
 
-class Lines(OpenSink):
+class JsonlLines(OpenSink):
     """The lines of one attachment in the file of a :class:`Jsonl`. See [Note: columns]."""
 
     def __init__(self, sink: Jsonl) -> None:

@@ -29,7 +29,7 @@ _COPIES = 64  # of the counts, so that few programs add to the same number at a 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class Reading(NamedTuple):
+class RowFacts(NamedTuple):
     """The facts of gradients, a row for each of ``FACTS``; and the counts of each row, or None. Both are float64."""
 
     facts: torch.Tensor
@@ -41,7 +41,7 @@ def usable(grad: torch.Tensor) -> bool:
     return grad.is_cuda and grad.dtype in _DTYPES and _works(grad.device, grad.dtype)
 
 
-def read(grads: Sequence[torch.Tensor], counting: CountRows | None = None) -> Reading:
+def read(grads: Sequence[torch.Tensor], counting: CountRows | None = None) -> RowFacts:
     """Read ``grads``, which have elements and are on one device. The host does not wait for the device."""
     device = grads[0].device
     facts = torch.empty(len(FACTS), len(grads), dtype=torch.float64, device=device)
@@ -63,7 +63,7 @@ def read(grads: Sequence[torch.Tensor], counting: CountRows | None = None) -> Re
         _launch(moved(torch.tensor(entries), device), chunks, (dtype, is_aligned), found, counts)
         if found is not facts:
             facts.index_copy_(1, moved(torch.tensor(members), device), found)
-    return Reading(facts, None if counts is None else counts.sum(0).double())
+    return RowFacts(facts, None if counts is None else counts.sum(0).double())
 
 
 def _launch(

@@ -134,7 +134,7 @@ def scan(
     return Scan(dict(zip(names, picked, strict=True)), counts)
 
 
-class _Part(NamedTuple):
+class _PartialFacts(NamedTuple):
     """The numbers of some gradients: a row for each fact and a column for each gradient; and counts of magnitudes."""
 
     places: Sequence[int]
@@ -145,7 +145,7 @@ class _Part(NamedTuple):
 Given = Sequence[tuple[int, torch.Tensor]]  # gradients, each with its place among all of them
 
 
-def _by_kernels(given: Given, names: Sequence[Fact], counting: CountRows | None) -> list[_Part]:
+def _by_kernels(given: Given, names: Sequence[Fact], counting: CountRows | None) -> list[_PartialFacts]:
     """Read gradients that the kernels take: one reading for all facts and counts, in a few launches."""
     parts = []
     for device in dict.fromkeys(grad.device for _, grad in given):
@@ -156,19 +156,23 @@ def _by_kernels(given: Given, names: Sequence[Fact], counting: CountRows | None)
         if "count" in names:
             sizes = torch.tensor([grad.numel() for grad in grads], dtype=torch.float64)
             columns["count"] = moved(sizes, device)
-        parts.append(_Part(places, torch.stack([columns[name] for name in names]) if names else facts[:0], counts))
+        parts.append(
+            _PartialFacts(places, torch.stack([columns[name] for name in names]) if names else facts[:0], counts)
+        )
     return parts
 
 
-def _by_operations(given: Given, names: list[Fact], counting: CountRows | None) -> list[_Part]:
+def _by_operations(given: Given, names: list[Fact], counting: CountRows | None) -> list[_PartialFacts]:
     """Read gradients by torch operations."""
     parts = []
     for device in dict.fromkeys(grad.device for _, grad in given):
         places, grads = zip(*[(i, grad) for i, grad in given if grad.device == device], strict=True)
-        reader = _Reader(names, MagnitudeCounter() if counting else None)
+        reader = _GradientReader(names, MagnitudeCounter() if counting else None)
         table = reader.table(grads, [counting.of[i] if counting else 0 for i in places])
         counter = reader.counter
-        parts.append(_Part(places, table, counter.counts(counting.many, device) if counting and counter else None))
+        parts.append(
+            _PartialFacts(places, table, counter.counts(counting.many, device) if counting and counter else None)
+        )
     return parts
 
 
@@ -246,7 +250,7 @@ def _flat(grad: torch.Tensor) -> torch.Tensor:
     return grad.reshape(-1)
 
 
-class _Reader:
+class _GradientReader:
     """Reads gradients of one device, block by block. See [Note: one reading of the gradients].
 
     Kernels read the blocks and give numbers for each row. The facts of a gradient are made of the facts of its rows.

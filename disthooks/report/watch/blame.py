@@ -215,7 +215,7 @@ class CallsOfTensor:
         self.got: list[FinishedCall] = []
 
 
-class PerThread(threading.local):
+class ThreadCalls(threading.local):
     """The calls under way in this thread, outermost first, and the flags found since the first of them began.
 
     See [Note: what is looked at once].
@@ -251,7 +251,7 @@ class Blame(Attachment):
         self._model, self._raise = model, raise_error
         self._names: list[tuple[str, str]] = []  # the name and the class of each watched module
         self._unknown: set[str] = set()
-        self._threads = PerThread(only_nan, self._unknown)
+        self._threads = ThreadCalls(only_nan, self._unknown)
         # By device; the second dict has the calls whose gradients were not finite.
         self._first_calls: tuple[dict[torch.device, FirstNonFinite], dict[torch.device, FirstNonFinite]] = {}, {}
         # The graph keeps the hooks, so they do not keep this object.

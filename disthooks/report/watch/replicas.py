@@ -194,7 +194,7 @@ def check_replicas(
     return ReplicaReport(len(replicated), differs, everyone, engine.label)
 
 
-class _Copy(NamedTuple):
+class _ReplicatedTensor(NamedTuple):
     """One tensor of this rank, and the ranks that should have the same.
 
     ``shape`` is the shape of the whole tensor; ``part`` is this rank's part of it, a plain strided tensor.
@@ -206,15 +206,17 @@ class _Copy(NamedTuple):
     replica_ranks: Ranks
 
 
-def _copies(engine: Engine, name: str, tensor: torch.Tensor, ranks: Ranks, shape: tuple[int, ...]) -> list[_Copy]:
+def _copies(
+    engine: Engine, name: str, tensor: torch.Tensor, ranks: Ranks, shape: tuple[int, ...]
+) -> list[_ReplicatedTensor]:
     """``tensor`` to be compared; ``shape`` is the same on all ranks, so it is empty if each has another part of it."""
     if hasattr(tensor, "device_mesh"):  # the placements of a DTensor say who has it, also in the optimizer's state
         ranks = engine.shard(0, name, tensor).replica_ranks  # type: ignore[arg-type]
         shape = tuple(tensor.shape)
-    return [_Copy(name + key, part, shape, ranks) for key, part in _plain(name, tensor)]
+    return [_ReplicatedTensor(name + key, part, shape, ranks) for key, part in _plain(name, tensor)]
 
 
-def _parameters(engine: Engine, everyone: Ranks | None) -> Iterator[_Copy]:
+def _parameters(engine: Engine, everyone: Ranks | None) -> Iterator[_ReplicatedTensor]:
     """The parameters; ``everyone`` are the ranks that have a copy, if the engine does not know it."""
     for shard in engine.weight_shards():
         tensor = shard.parameter if hasattr(shard.parameter, "device_mesh") else shard.values()
@@ -222,7 +224,7 @@ def _parameters(engine: Engine, everyone: Ranks | None) -> Iterator[_Copy]:
         yield from _copies(engine, shard.name, tensor, everyone or shard.replica_ranks, shape)
 
 
-def _state(engine: Engine, optimizer: Any, everyone: Ranks | None) -> Iterator[_Copy]:
+def _state(engine: Engine, optimizer: Any, everyone: Ranks | None) -> Iterator[_ReplicatedTensor]:
     """The tensors and numbers that ``optimizer`` keeps for each parameter, on the ranks of that parameter."""
     if not engine.has_named_state:
         raise UsageError(
@@ -282,7 +284,11 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _compare(
-    group: Any, ranks: Ranks, tensors: Sequence[_Copy], replicated: Sequence[_Copy], device: torch.device
+    group: Any,
+    ranks: Ranks,
+    tensors: Sequence[_ReplicatedTensor],
+    replicated: Sequence[_ReplicatedTensor],
+    device: torch.device,
 ) -> tuple[Difference, ...]:
     """The tensors whose copies differ. The second collective runs only if something does."""
     device, of = collectives.device_for(group, device), Checksums()

@@ -111,7 +111,7 @@ class RunningForward(NamedTuple):
     error: BaseException | None  # which was handled already when the forward began
 
 
-class PerThread(threading.local):
+class ThreadForwards(threading.local):
     """The forwards under way in this thread, outermost first."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Trace(Attachment):
         super().__init__()
         self._width, self._write, self._show = width, write, show
         self._events: list[TraceEvent] = []
-        self._threads, self._is_on = PerThread(), True
+        self._threads, self._is_on = ThreadForwards(), True
         self.on_remove(self._end)
 
     def _end(self) -> None:

@@ -39,14 +39,14 @@ def console() -> Any:
     from rich.console import Console
     from rich.segment import Segment
 
-    class Plain(Console):
+    class PlainConsole(Console):
         def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
             for segment in super().render(*args, **kwargs):
                 is_ours = segment.control or segment.text == "\n"
                 yield segment if is_ours else segment._replace(text=plain(segment.text))
 
     width = None if sys.stdout.isatty() else _WIDE
-    return Plain(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    return PlainConsole(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
 
 
 def styled(text: str, style: str = "") -> Any:

@@ -38,7 +38,7 @@ _HERE = str(pathlib.Path(__file__).parent)
 # -- the record, which a worker writes
 
 
-class Record:
+class RankRecord:
     """The record of this process, in ``folder``; see [Note: who failed first].
 
     ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends. If the worker is killed, the
@@ -47,7 +47,7 @@ class Record:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     record = Record(folder)
+    ...     record = RankRecord(folder)
     ...     record.end("exception", ValueError("bad batch"))
     ...     json.loads(pathlib.Path(folder, "attempt-0.rank-0.json").read_text())["message"]
     'bad batch'

@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UsageError as error:
         print(f"{as_line(error)}\n{USAGE}", file=sys.stderr)
         sys.exit(_FAULTY)
-    record = failure_report.Record(os.environ.get(failure_report.VARIABLE) or None)
+    record = failure_report.RankRecord(os.environ.get(failure_report.VARIABLE) or None)
     try:
         check_target(command.target, command.module)
         location = configuration(command)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _run(command, record, session)
 
 
-def _run(command: Command, record: failure_report.Record, session: Session) -> NoReturn:
+def _run(command: Command, record: failure_report.RankRecord, session: Session) -> NoReturn:
     """Run the script, and write the record.
 
     If the script raises an error or is interrupted, the record is written before the hooks are taken off. Otherwise it

@@ -116,7 +116,7 @@ _RUN = 16  # bytes: the length of a run is a multiple of it, so that loads are w
 _FEWEST = 1024  # bools that the kernels take: with fewer of them a run may be beyond the end of the tensor
 
 
-class Kind(NamedTuple):
+class CodeKind(NamedTuple):
     """The kind of a code: an integer of 8 or 4 bits, or an 8-bit float.
 
     Attributes:
@@ -203,7 +203,7 @@ def _launch(shape: dict[str, int]) -> dict[str, Any]:
 
 
 def encode(
-    elements: torch.Tensor, block: int, kind: Kind, key: tuple[int, int] | None
+    elements: torch.Tensor, block: int, kind: CodeKind, key: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (1-D, uint8, packed) and scales of 1-D contiguous ``elements``; a ``key`` makes them round at random."""
     n, shape = elements.numel(), _shape(block)
@@ -238,7 +238,7 @@ def encode(
     return codes, scales
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, block: int, kind: Kind) -> None:
+def decode(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, block: int, kind: CodeKind) -> None:
     """Fill ``into`` (1-D, contiguous) with the elements of ``codes`` (uint8) and ``scales``."""
     shape = _shape(block)
     if type(into) in bitless.kinds:

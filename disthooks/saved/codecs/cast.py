@@ -18,8 +18,8 @@ _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK = 128  # elements that share a scale
 _KINDS = {
-    torch.float8_e4m3fn: blocks.Kind(8, Codes(448.0, 416.0, math.nan), mantissa=3, bias=120),
-    torch.float8_e5m2: blocks.Kind(8, Codes(57344.0, 49152.0, math.nan), mantissa=2, bias=112),
+    torch.float8_e4m3fn: blocks.CodeKind(8, Codes(448.0, 416.0, math.nan), mantissa=3, bias=120),
+    torch.float8_e5m2: blocks.CodeKind(8, Codes(57344.0, 49152.0, math.nan), mantissa=2, bias=112),
 }
 
 

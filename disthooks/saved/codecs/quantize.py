@@ -15,7 +15,7 @@ from disthooks.saved.codecs.base import Codec, flat
 from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_KINDS = {8: blocks.Kind(8, Codes(127.0, 126.0, -128.0)), 4: blocks.Kind(4, Codes(7.0, 6.0, -8.0))}
+_KINDS = {8: blocks.CodeKind(8, Codes(127.0, 126.0, -128.0)), 4: blocks.CodeKind(4, Codes(7.0, 6.0, -8.0))}
 
 
 class _Spec(NamedTuple):

@@ -25,7 +25,7 @@ Run = Callable[..., torch.Tensor]
 _aten: Any = torch.ops.aten
 
 
-class Norm(NamedTuple):
+class NormArguments(NamedTuple):
     """The arguments of a norm that the graph does not have, read from the module that has its weight."""
 
     eps: float | None
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     is_product: bool = False
 
 
-Finder = Callable[[Saved | None], Norm]
+Finder = Callable[[Saved | None], NormArguments]
 Formula = Callable[[NodeReader, Finder], Call]
 FORMULAS: dict[str, Formula] = {}
 
@@ -60,8 +60,8 @@ FORMULAS: dict[str, Formula] = {}
 def formula(*names: str) -> Callable[[Formula], Formula]:
     """Decorator: the function is the formula of the nodes with these ``names``.
 
-    The function gets the reader of the node, and a function that gives the :class:`Norm` of a weight that the node
-    saved.
+    The function gets the reader of the node, and a function that gives the :class:`NormArguments` of a weight that
+    the node saved.
     """
 
     def add(function: Formula) -> Formula:

@@ -28,13 +28,13 @@ from disthooks._torch import is_dispatched, node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.counters import Counters
 from disthooks.saved.packed import Handle, InPlace, Packed, changed_message
-from disthooks.saved.recompute.formulas import FORMULAS, Call, Norm
+from disthooks.saved.recompute.formulas import FORMULAS, Call, NormArguments
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, Saved, Source, annotation, leaf_of
 from disthooks.saved.recompute.verify import Verification
 from disthooks.saved.weights import AutocastCopy, checksum
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """One operator of a program.
 
     Attributes:
@@ -135,7 +135,7 @@ class Program:
     def __init__(
         self,
         inputs: Sequence[Input],
-        steps: Sequence[Step],
+        steps: Sequence[ProgramStep],
         layout: Layout,
         device: torch.device,
         cost: int,
@@ -354,7 +354,7 @@ class Norms:
         self._vectors: dict[tuple[int, int, int], tuple[torch.Tensor, Vector]] = {}
         self._weights: dict[tuple[Any, ...], Weight] = {}
 
-    def of(self, weight: Saved | None) -> Norm:
+    def of(self, weight: Saved | None) -> NormArguments:
         """The eps and the bias of the norm that owns ``weight``; the graph has neither.
 
         Raises:
@@ -373,7 +373,7 @@ class Norms:
             if own is not saved and not (is_plain and own.data_ptr() == saved.data_ptr() != 0):
                 continue
             bias = getattr(module, "bias", None)
-            norms.append(Norm(_eps_of(module), bias if isinstance(bias, torch.Tensor) else None))
+            norms.append(NormArguments(_eps_of(module), bias if isinstance(bias, torch.Tensor) else None))
         if not norms or any(each.eps != norms[0].eps or each.bias is not norms[0].bias for each in norms):
             raise NotComputable
         return norms[0]
@@ -432,7 +432,7 @@ class Planner:
         self._counters, self._norms, self._limit = counters, norms, limit
         self._most_products, self._products = most_products, 0
         self._inputs: list[Input] = []
-        self._steps: list[Step] = []
+        self._steps: list[ProgramStep] = []
         self._values: dict[Any, int] = {}
         self._calls: list[Call] = []  # held, because `_values` knows their arguments by id
         self._cost = self._looked = 0
@@ -461,7 +461,7 @@ class Planner:
         is_factor = call.is_product or (is_factor and not call.cost)
         args = tuple(self._value(source, is_factor) for source in call.args)
         key = (*call.key, reader.shape, reader.dtype)
-        self._steps.append(Step(call.name, call.runs, args, key, call.cost, call.is_product))
+        self._steps.append(ProgramStep(call.name, call.runs, args, key, call.cost, call.is_product))
         return len(self._steps) - 1
 
     def _value(self, source: Source | None, is_factor: bool) -> int | None:

@@ -101,8 +101,8 @@ class StoreReport:
         written: bytes that were written to the file, or copied to the host.
         never_written: bytes that were read or dropped before they were written.
         from_memory: bytes that backward read while they still were in memory.
-        ahead: bytes that were brought back before backward read them.
-        in_vain: bytes that were brought back too early, and were given up for others.
+        ahead: bytes that were prefetched: brought back before backward read them.
+        in_vain: bytes that were prefetched, and evicted before backward read them.
         read: bytes that were read from the file, or copied back from the host.
         write_seconds: seconds for which at least one write ran, beside the computation or not.
         read_seconds: seconds for which at least one read ran.
@@ -396,10 +396,10 @@ class Functions(Store):
         """Do nothing: the value of ``pack`` is freed with the graph node that holds it."""
 
 
-class Debtor(Protocol):
+class Reservation(Protocol):
     """An object that remembers how many bytes of a :class:`ByteBudget` it has to give back."""
 
-    owed: int
+    reserved: int
 
 
 class ByteBudget:
@@ -471,7 +471,7 @@ class ByteBudget:
         """
         return -(-count // self._grain) * self._grain
 
-    def reserve(self, count: int, debtor: Debtor | None = None) -> None:
+    def reserve(self, count: int, holder: Reservation | None = None) -> None:
         """Take ``size(count)`` bytes for one tensor; ``release(budget.size(count))`` gives them back.
 
         Raises:
@@ -497,8 +497,8 @@ class ByteBudget:
             self._peak = max(self._peak, used + count)
             self._most = max(self._most, used + count)  # first: no call may stand between the two lines that follow
             self._taken += count
-            if debtor is not None:
-                debtor.owed = count
+            if holder is not None:
+                holder.reserved = count
 
 
 class Counted:
@@ -507,19 +507,19 @@ class Counted:
     ``budget.reserve(nbytes, ticket)`` takes the bytes.
 
     Attributes:
-        owed: the bytes that ``budget`` counts.
+        reserved: the bytes that ``budget`` counts.
     """
 
-    __slots__ = ("budget", "owed")
+    __slots__ = ("budget", "reserved")
 
     def __init__(self, budget: ByteBudget) -> None:
-        self.budget, self.owed = budget, 0
+        self.budget, self.reserved = budget, 0
 
     def drop(self) -> None:
         """Give the bytes back to the limit, unless that was done already."""
-        owed, self.owed = self.owed, 0
-        if owed:
-            self.budget.release(owed)
+        reserved, self.reserved = self.reserved, 0
+        if reserved:
+            self.budget.release(reserved)
 
     @uncompiled()
     def __del__(self) -> None:

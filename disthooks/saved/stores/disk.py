@@ -59,9 +59,9 @@ class Ticket:
         entry = self.entry
         if entry.dropped:
             return
-        owed, entry.owed = entry.owed, 0
-        if owed:
-            self.budget.release(owed)
+        reserved, entry.reserved = entry.reserved, 0
+        if reserved:
+            self.budget.release(reserved)
         group, outgoing = entry.group, entry.outgoing
         entry.outgoing = entry.tensor = None
         if outgoing is not None and outgoing.is_done():

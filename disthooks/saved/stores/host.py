@@ -171,12 +171,12 @@ class _Segment:
         self.room, self.pinned, self.parts = room, pin, Extents(room)
 
 
-class _Part(NamedTuple):
+class _Slice(NamedTuple):
     segment: _Segment
     extent: Extent
 
 
-class PinnedPool(Shared[_Part]):
+class PinnedPool(Shared[_Slice]):
     """Host memory in large segments, page-locked for ``device``. See [Note: pinned memory].
 
     A part of a segment is used again when no tensor lies in it any more: whoever has a device copy to it or from it
@@ -235,11 +235,11 @@ class PinnedPool(Shared[_Part]):
             self._shrink(0)
             self._peak = self._used()
 
-    def _take(self, room: int) -> _Part:
+    def _take(self, room: int) -> _Slice:
         """``room`` bytes of a segment; of a new one if all others are too full."""
         for segment in self._segments:
             if (segment.pinned or not self.pin or self.refused) and (extent := segment.parts.take(room)) is not None:
-                return _Part(segment, extent)
+                return _Slice(segment, extent)
         self._peak = max(self._peak, self._used() + room)
         new = max(_SMALLEST, self.held // _GROWS, min(_SEVERAL * room, self.held))
         new = max(room, min(_LARGEST, new) // PAGE * PAGE)
@@ -249,7 +249,7 @@ class PinnedPool(Shared[_Part]):
         self.registered += segment.room
         extent = segment.parts.take(room)
         assert extent is not None
-        return _Part(segment, extent)
+        return _Slice(segment, extent)
 
     def _new_segment(self, room: int, new: int) -> _Segment:
         """A segment of ``new`` bytes; page-locked, if the system locks so many, or at least ``room``."""
@@ -275,7 +275,7 @@ class PinnedPool(Shared[_Part]):
     def _used(self) -> int:
         return sum(segment.parts.in_use for segment in self._segments)
 
-    def _apply_release(self, release: _Part) -> None:
+    def _apply_release(self, release: _Slice) -> None:
         release.segment.parts.give(release.extent)
 
     def _shrink(self, most: int) -> None:

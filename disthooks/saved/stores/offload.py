@@ -31,7 +31,7 @@ class Offloaded:
         tensor: the tensor, until it is sent; None after that.
         own: whether ``tensor`` is a copy that only the store has.
         counted: bytes that count as held on the device; 0 once the tensor is in a transfer, which counts instead.
-        owed: bytes of host memory that a budget counts.
+        reserved: bytes of host memory that a budget counts.
         transfer: the transfer that the tensor was sent in.
         offset: the byte of the transfer at which the tensor begins.
         stream: the stream that filled the tensor.
@@ -45,9 +45,9 @@ class Offloaded:
         "nbytes",
         "offset",
         "order",
-        "owed",
         "own",
         "position",
+        "reserved",
         "shape",
         "stream",
         "tensor",
@@ -62,7 +62,7 @@ class Offloaded:
         self.own = not is_plain or tensor.untyped_storage().nbytes() > 2 * self.nbytes
         self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
         self.position, self.dropped = 0, False
-        self.counted = self.owed = self.offset = 0
+        self.counted = self.reserved = self.offset = 0
         self.transfer: Transfer | None = None
 
     def itself(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,10 +88,10 @@ class Transfer:
         coming: the copy back that began before backward asked for it.
         came: the event at the end of the last copy back.
         whole: the joined tensor that came back, until each of its members was read.
-        owed: bytes of dropped members that a budget counts, because their host memory is still in use.
+        reserved: bytes of dropped members that a budget counts, because their host memory is still in use.
     """
 
-    __slots__ = ("_stream", "_unread", "came", "coming", "joined", "members", "nbytes", "outgoing", "owed", "whole")
+    __slots__ = ("_stream", "_unread", "came", "coming", "joined", "members", "nbytes", "outgoing", "reserved", "whole")
 
     def __init__(self, members: Sequence[Offloaded], outgoing: Outgoing) -> None:
         self.members, self.outgoing, self.joined = set(members), outgoing, len(members) > 1
@@ -99,7 +99,7 @@ class Transfer:
         self.coming: Coming | None = None
         self.came: torch.Event | None = None
         self.whole: torch.Tensor | None = None
-        self.owed = 0
+        self.reserved = 0
         self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
         self._unread: set[Offloaded] = set()
 
@@ -183,7 +183,9 @@ class Offload(Shared[Offloaded]):
         self._cached: dict[Transfer, None] = {}  # joined, and back until all their tensors are read; the oldest first
         self._back_bytes = 0  # bytes of the transfers in these two
         self._alive: set[Offloaded] = set()  # put and not dropped
-        self._owing: collections.deque[Transfer] = collections.deque()  # dropped, while copies use their host memory
+        self._dropped_in_use: collections.deque[Transfer] = (
+            collections.deque()
+        )  # dropped, while copies use their host memory
 
     # -- for the threads of the computation
 
@@ -265,8 +267,8 @@ class Offload(Shared[Offloaded]):
             if transfer.outgoing.is_done():
                 transfer.outgoing.source = None
         if is_idle:
-            owed, entry.owed = entry.owed, 0
-            self.budget.release(owed)
+            reserved, entry.reserved = entry.reserved, 0
+            self.budget.release(reserved)
         entry.dropped = True  # last: after Ctrl-C the destructor does all of this once more
         self.release(entry)
 
@@ -321,11 +323,13 @@ class Offload(Shared[Offloaded]):
     def wait_for_memory(self) -> bool:
         """Make the host wait for the oldest copy of a dropped tensor. Returns False if there is none."""
         with self._lock:
-            was_owed = bool(self._releases or self._owing)  # applying releases gives bytes back, maybe enough of them
+            had_reserved = bool(
+                self._releases or self._dropped_in_use
+            )  # applying releases gives bytes back, maybe enough of them
             self._apply_releases()
-            transfer = self._owing[0] if self._owing else None
+            transfer = self._dropped_in_use[0] if self._dropped_in_use else None
         if transfer is None:
-            return was_owed
+            return had_reserved
         transfer.wait()
         with self._lock:
             self._apply_releases()
@@ -391,9 +395,9 @@ class Offload(Shared[Offloaded]):
         while self._flying and self._flying[0].outgoing.source is None:
             self._landed(self._flying[0])
         super()._apply_releases()
-        while self._owing and self._owing[0].is_idle:
-            transfer = self._owing.popleft()
-            self.budget.release(transfer.owed)
+        while self._dropped_in_use and self._dropped_in_use[0].is_idle:
+            transfer = self._dropped_in_use.popleft()
+            self.budget.release(transfer.reserved)
         if not self._alive:  # Ctrl-C may have left other values
             self._staying.clear()
             self._open.clear()
@@ -412,15 +416,15 @@ class Offload(Shared[Offloaded]):
         entry.counted = 0
         if transfer is None:
             return
-        transfer.owed += entry.owed
-        entry.owed, entry.transfer = 0, None
+        transfer.reserved += entry.reserved
+        entry.reserved, entry.transfer = 0, None
         transfer.members.discard(entry)
         transfer.done_with(entry)
         if transfer.whole is None:
             self._forget(transfer)
         if not transfer.members:
-            if transfer.owed:
-                self._owing.append(transfer)
+            if transfer.reserved:
+                self._dropped_in_use.append(transfer)
             self._give_up(transfer)
 
     # -- to the device, under the lock

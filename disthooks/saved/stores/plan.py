@@ -19,7 +19,8 @@ What a store does with it:
   the first put on, so that the link is busy while forward computes. No decision depends on the speed of the link or of
   a disk: under a fixed limit an early copy is never worse than a late one.
 - From the first read of backward on, groups come back in the order ``plan.back``, each as soon as it fits into what
-  backward has freed, and at the latest when one of its entries is read. ``Group.asked`` predicts at which read that is.
+  backward has freed, and at the latest when one of its entries is read. ``MovedGroup.asked`` predicts at which
+  read that is.
 - Of a tape of which nothing is known, the first saved makes room for the newest.
 - An entry that is dropped before backward begins counts with 0 bytes in ``end``'s tape, because it needs no room then.
 """
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# [Note: the first saved goes furthest]
+# [Note: the oldest tensors move first]
 # Backward reads what forward saved in the reverse order. So the tensor that is saved first is read last: its copy has
 # the most time in both directions, and the link can begin with it at the first put. Of T bytes under a limit of L the
 # first T - L are sent, and no others. A store that begins to send when its limit is near has to move the same bytes in
@@ -44,7 +45,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Group:
+class MovedGroup:
     """Entries of a tape that follow each other, and move together.
 
     Attributes:
@@ -63,7 +64,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """Where each group of a tape goes.
 
     Attributes:
@@ -71,7 +72,7 @@ class Plan:
         back: the indices of the groups that do not stay, in the order in which they are asked back.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[MovedGroup, ...]
     back: tuple[int, ...]
     _lasts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -82,7 +83,7 @@ class Plan:
         """How many entries the tape has."""
         return self._lasts[-1] + 1 if self._lasts else 0
 
-    def group(self, position: int) -> Group:
+    def group(self, position: int) -> MovedGroup:
         """The group of the entry at ``position``."""
         return self.groups[bisect_left(self._lasts, position)]
 
@@ -93,11 +94,11 @@ class Plan:
 
 def make_plan(
     sizes: Sequence[int], limits: Sequence[int | None], *, group: int, reads: Sequence[int] | None = None
-) -> Plan:
+) -> Placement:
     """Cut a tape into groups, and give each group a place.
 
     What backward reads first stays in the nearest place up to its limit, what it reads next goes to the second place,
-    and so on. See [Note: the first saved goes furthest].
+    and so on. See [Note: the oldest tensors move first].
 
     Args:
         sizes: bytes of each entry, in the order of saves.
@@ -119,7 +120,7 @@ def make_plan(
     >>> [(plan.groups[i].first, plan.groups[i].asked) for i in plan.back]
     [(4, 3), (2, 5), (0, 7)]
 
-    Three places: the first saved goes furthest.
+    Three places, of which the last is the farthest:
 
     >>> [(g.first, g.place) for g in make_plan([10] * 6, [20, 20, None], group=20).groups]
     [(0, 2), (2, 1), (4, 0)]
@@ -132,7 +133,7 @@ def make_plan(
     order = range(len(sizes) - 1, -1, -1) if reads is None else reads
     turn = {position: i for i, position in enumerate(order)}
     never = len(turn)
-    found: list[Group] = []
+    found: list[MovedGroup] = []
     place, left = 0, limits[0]
     for first, last in sorted(_runs(sizes, group), key=lambda run: _first_read(run, turn, never)):
         end = last  # what of the run has no place yet: `first` to `end`
@@ -143,7 +144,7 @@ def make_plan(
                 begin -= 1
                 left = None if left is None else left - sizes[begin]
             if begin <= end:
-                found.append(Group(begin, end, sum(sizes[begin : end + 1]), place))
+                found.append(MovedGroup(begin, end, sum(sizes[begin : end + 1]), place))
             if begin > first:  # the rest does not fit: this place is full
                 place += 1
                 left = limits[place]
@@ -152,7 +153,7 @@ def make_plan(
     timed = [dataclasses.replace(group, asked=at) for group, at in zip(found, asked, strict=True)]
     groups = sorted(timed, key=lambda group: group.first)
     index = {group.first: i for i, group in enumerate(groups)}
-    return Plan(tuple(groups), tuple(index[group.first] for group in found if group.place))
+    return Placement(tuple(groups), tuple(index[group.first] for group in found if group.place))
 
 
 def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -170,7 +171,7 @@ def _first_read(run: tuple[int, int], turn: dict[int, int], never: int) -> tuple
     return min(turn.get(position, never) for position in range(run[0], run[1] + 1)), -run[0]
 
 
-def _asked(groups: Sequence[Group], sizes: Sequence[int], turn: dict[int, int], limit: int | None) -> list[int]:
+def _asked(groups: Sequence[MovedGroup], sizes: Sequence[int], turn: dict[int, int], limit: int | None) -> list[int]:
     """At which read each group fits into the nearest place; ``groups`` are in the order of their first reads.
 
     An entry is freed when the next one is read.
@@ -198,7 +199,7 @@ _FAR = 16  # an entry that is so many times as large as in the last tape, or so 
 class _Known(NamedTuple):
     needed: Sizes
     reads: Sizes | None
-    plan: Plan
+    plan: Placement
 
 
 class Tapes:
@@ -225,8 +226,8 @@ class Tapes:
     (True, [5, 5], [0, 0])
     """
 
-    def __init__(self, make: Callable[[Sequence[int], Sequence[int] | None], Plan], most: int = 8) -> None:
-        self.plan: Plan | None = None
+    def __init__(self, make: Callable[[Sequence[int], Sequence[int] | None], Placement], most: int = 8) -> None:
+        self.plan: Placement | None = None
         self._make, self._most = make, most
         self._known: dict[Sizes, _Known] = {}  # the newest last
         self._after: dict[Sizes, Sizes] = {}  # which tape came after a remembered one
@@ -281,7 +282,7 @@ class Tapes:
         self._expected = next(matching, None)
         self.plan = self._guess() if self._expected is None else self._known[self._expected].plan
 
-    def _guess(self) -> Plan | None:
+    def _guess(self) -> Placement | None:
         """A plan for a tape that is like the last one, with other sizes from the newest entry on.
 
         The sizes of most entries grow with the length of the batch, and those of some do not. So two tapes with as many

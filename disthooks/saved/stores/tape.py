@@ -35,7 +35,7 @@ class Entry:
         device: where ``get`` returns it.
         at: the stream of ``device`` on which it was filled, and will be read; None if the device has no streams.
         outgoing: the copy from its device that fills ``tensor``; None when that is done.
-        owed: bytes of it that a budget counts.
+        reserved: bytes of it that a budget counts.
         seconds: of its write and reads since these were last asked for.
     """
 
@@ -50,7 +50,7 @@ class Entry:
         "nbytes",
         "offset",
         "outgoing",
-        "owed",
+        "reserved",
         "seconds",
         "shape",
         "tensor",
@@ -62,7 +62,7 @@ class Entry:
         self.outgoing: Outgoing | None = None
         self.group: Group | None = None
         self.nbytes, self.shape, self.dtype = int(tensor.nbytes), tensor.shape, tensor.dtype
-        self.offset = self.owed = self.checksum = 0
+        self.offset = self.reserved = self.checksum = 0
         self.seconds = 0.0
         self.dropped, self.is_copy = False, is_copy
 

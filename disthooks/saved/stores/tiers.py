@@ -52,7 +52,7 @@ class OpenOnDevice(Store):
 
     def get(self, ticket: _There) -> torch.Tensor:
         """The tensor that was put, for the current stream."""
-        self._read += ticket.owed
+        self._read += ticket.reserved
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
     def peek(self, ticket: _There) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The tensors of a ``Tiered``: the tier of each, the order in which backward reads them, and the plan they follow."""
 
 # [Note: tiers follow a plan]
-# A forward saves what the last one saved, so the place of each tensor is known when it is put (plan.py): the first
-# saved goes furthest, and is sent at its put, so that the link works from the first put on; the last saved stays.
+# A forward saves what the last one saved, so the place of each tensor is known when it is put (plan.py): the
+# tensors that are saved first move to the farthest place, each at its put, so that the link works from the first put
+# on; the tensors that are saved last stay.
 # Backward asks for the tensors in the reverse order, each as soon as the nearest tier has room for it.
 #
 # A forward of another length has a plan by guess. The first forward has none: a tensor stays until a newer one needs
@@ -24,7 +25,7 @@ import torch
 from disthooks._locks import Shared
 from disthooks._torch import uncompiled
 from disthooks.saved.stores.order import AccessOrder, Ordered, PerThread
-from disthooks.saved.stores.plan import Plan, Tapes, make_plan
+from disthooks.saved.stores.plan import Placement, Tapes, make_plan
 
 _GROUP = 64 << 20  # bytes that backward asks for at once; an eighth of the nearest tier's limit if that is less
 
@@ -104,7 +105,7 @@ class Placed:
         self.drop()  # after Ctrl-C its owner may never have got it
 
 
-class Tape:
+class ForwardTape:
     """What one thread puts on one device, from the first put after a read to the next one.
 
     Attributes:
@@ -119,7 +120,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.turns: list[Turn | int] = []
-        self.plan: Plan | None = None
+        self.plan: Placement | None = None
         self.reads: dict[int, None] = {}
         self.next_back = 0
 
@@ -132,14 +133,14 @@ class TapeOrder(AccessOrder):
         self._limits = limits
         self._planned_for: list[int | None] = []  # the limits at the begin of the newest tape
         self._tapes = Tapes(functools.partial(_planned, limits))  # a method of this object would be a cycle
-        self._tape: Tape | None = None  # the newest one, which is put now
+        self._tape: ForwardTape | None = None  # the newest one, which is put now
 
     def place(self, turn: Turn, nbytes: int) -> int | None:
         """The tier for the tensor of ``nbytes`` that is put now; None if the tape is not known."""
         self.put(turn)
         if self._tape is None or self._tape.reads:
             self._end()
-            self._tape = Tape()
+            self._tape = ForwardTape()
             if self._planned_for != (limits := self._limits()):
                 self._planned_for = limits
                 self._tapes.replan()
@@ -171,7 +172,7 @@ class TapeOrder(AccessOrder):
             self._tapes.end(tuple(tape.reads) or None, sizes)
 
 
-def _planned(limits: Callable[[], list[int | None]], sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
+def _planned(limits: Callable[[], list[int | None]], sizes: Sequence[int], reads: Sequence[int] | None) -> Placement:
     found = limits()
     return make_plan(sizes, found, group=min(_GROUP, (found[0] or 8 * _GROUP) // 8), reads=reads)
 
@@ -191,7 +192,7 @@ class Turn:
     def __init__(self, placed: Placed, order: TapeOrder) -> None:
         self.placed, self.order = weakref.ref(placed), order
         self.position, self.dropped, self.nbytes = 0, False, placed.nbytes
-        self.tape: Tape | None = None
+        self.tape: ForwardTape | None = None
         self.index = 0
 
 

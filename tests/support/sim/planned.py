@@ -6,7 +6,7 @@ import collections
 import heapq
 from collections.abc import Sequence
 
-from disthooks.saved.stores.plan import Plan, Tapes, make_plan
+from disthooks.saved.stores.plan import Placement, Tapes, make_plan
 from tests.support.sim.clock import Block, Event, Machine, Policy
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ class _Group:
         return sum(block.nbytes for block in self.blocks if not block.is_dropped)
 
 
-def _place_of(plan: Plan, first: int, last: int) -> int:
+def _place_of(plan: Placement, first: int, last: int) -> int:
     """The furthest place of the entries ``first`` to ``last``: for a group that was cut by another plan."""
     return max((group.place for group in plan.groups if group.first <= last and first <= group.last), default=0)
 
@@ -82,11 +82,11 @@ class Planned(Policy):
         self._reads: list[int] = []
         self._early: set[int] = set()  # positions that were dropped in forward
 
-    def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
+    def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Placement:
         return make_plan(sizes, self.limits, group=self.group, reads=reads)
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> Placement | None:
         """The plan for the newest storage; None if there is none, or if the tape is longer than it said."""
         plan = self.tapes.plan
         return None if plan is None or len(self._order) > len(plan) else plan

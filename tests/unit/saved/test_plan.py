@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from disthooks.saved.stores.plan import Plan, Tapes, make_plan
+from disthooks.saved.stores.plan import Placement, Tapes, make_plan
 
 
-def places(plan: Plan) -> list[int]:
+def places(plan: Placement) -> list[int]:
     """The place of each entry."""
     return [group.place for group in plan.groups for _ in range(group.first, group.last + 1)]
 
