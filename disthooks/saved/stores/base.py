@@ -315,41 +315,20 @@ class StoreSpec(Store, Generic[Opened]):
     def drop(self, ticket: Any) -> None:
         ticket.drop()  # a destructor calls this, and must not open anything
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.open().own(tensor)
-
-    def peek(self, ticket: Any) -> torch.Tensor | None:
-        return self.open().peek(ticket)
-
-    def put_away(self, tensor: torch.Tensor) -> Any:
-        return self.open().put_away(tensor)
-
-    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
-        return self.open().put_from_host(tensor, stream)
-
-    def has_left(self, ticket: Any, later: Callable[[], object]) -> bool:
-        return self.open().has_left(ticket, later)
-
-    def device_bytes(self, device: torch.device | None = None) -> int:
-        return self.open().device_bytes(device)
-
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        self.open().set_device_limit(nbytes, device)
-
-    def pop_transfer_seconds(self, ticket: Any) -> float:
-        return self.open().pop_transfer_seconds(ticket)
-
-    def prefetch(self, ticket: Any) -> None:
-        self.open().prefetch(ticket)
-
-    def wait(self) -> None:
-        self.open().wait()
-
-    def release_idle(self) -> None:
-        self.open().release_idle()
-
     def report(self) -> tuple[StoreReport, ...]:
         return self.open().report()
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def call(self: StoreSpec[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.open(), name)(*args, **kwargs)
+
+    return call
+
+
+_FORWARDED = ("own", "peek", "put_away", "put_from_host", "has_left", "device_bytes", "set_device_limit", "prefetch")
+for _name in (*_FORWARDED, "pop_transfer_seconds", "wait", "release_idle"):
+    setattr(StoreSpec, _name, _forwarded(_name))
 
 
 @dataclass(frozen=True)
