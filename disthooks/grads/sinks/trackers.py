@@ -247,6 +247,10 @@ known_accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
 def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> AccelerateTracker:
     """Numbers to every tracker of the ``Accelerator`` that prepared the model; nothing else.
 
+    Args:
+        accelerator: the model that the hooks are attached to.
+        prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
+
     Raises:
         UsageError: when none of :data:`known_accelerators` has prepared the model.
     """

@@ -73,6 +73,9 @@ def full(per_parameter: bool = True) -> tuple[Stat, ...]:
     each module, elements that are not finite, the loss and the ranks' times. A logged step makes two rounds of
     all-reduces. ``Spread`` refuses tensor parallelism: list the others there.
 
+    Args:
+        per_parameter: whether to log each parameter too.
+
     >>> [type(stat).__name__ for stat in full()]
     ['Norm', 'Spread', 'RankMaxAbs', 'Updates', 'NonFinite', 'Activations', 'Loss', 'Times']
     """
