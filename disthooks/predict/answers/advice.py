@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from disthooks._tensors import format_bytes
+from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.config.locate import from_config
 from disthooks.errors import DisthooksError
 from disthooks.predict.answers.snippets import as_yaml, checkpoint_code, fsdp_code
@@ -39,6 +39,7 @@ from disthooks.predict.hardware.devices import Device, device_named
 from disthooks.predict.hardware.roofline import cost_for_record, format_seconds, phase_seconds
 from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, Step, record_step
+from disthooks.saved.stores.cpu import OnCpu
 
 #: The device whose times are used if the user names none.
 USUAL = "h100"
@@ -422,11 +423,13 @@ def planned(situation: Situation, kind: str, title: str, modules: str, **entry: 
 
 def _kept(situation: Situation, room: int) -> Candidate:
     """Everything moves but what has room on the device."""
-    keep = f"{max(1, room >> 20)} MiB"
-    behind = {"kind": "OnCpu"} if situation.device == "cuda" else {"kind": "OnDisk", "directory": DISK}
-    store = {"kind": "Tiered", "stores": [{"kind": "OnDevice", "limit": keep}, behind]}
-    made = planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
-    return replace(made, stays=max(1, room >> 20) << 20)
+    keep, behind, in_flight = max(1, room >> 20), {"kind": "OnDisk", "directory": DISK}, 0
+    if situation.device == "cuda":  # the peak of OnCpu alone has its in_flight; the limit of a Tiered needs room for it
+        behind, in_flight = {"kind": "OnCpu"}, parse_bytes(OnCpu().in_flight) >> 20
+    nearest = {"kind": "OnDevice", "limit": f"{keep + in_flight} MiB"}
+    store = {"kind": "Tiered", "stores": [nearest, behind]}
+    made = planned(situation, "tiers", f"keep {keep} MiB of saved tensors and move the rest", "*", store=store)
+    return replace(made, stays=keep << 20)
 
 
 def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
