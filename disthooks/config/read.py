@@ -187,7 +187,7 @@ def _meant(path: Path, value: Any, noun: str) -> str:
         if close:
             return f"; did you mean {f'[{meant}]' if listed else meant}?"
     elif noun_of(value):  # the configuration is a dict of the script, with an object such as OnCpu() in it
-        return "; objects make a plan without a file: disthooks.config.Plan(saves=[(patterns, pipeline(...))])"
+        return "; objects make a plan without a file: disthooks.config.Plan(saves=[(patterns, store)])"
     # The message says already that an entry is needed; the names help if the value is no entry and there are several.
     if isinstance(value, (Mapping, list)) or len(kind_names(noun)) == 1:
         return ""

@@ -117,9 +117,9 @@ def test_what_is_asked_for_and_missing_is_named_with_its_remedy() -> None:
 MAY = {
     "pydantic": ("config", "report/record.py"),
     "pydantic_core": ("report/record.py",),
-    "yaml": ("config", "cli", "launching", "launcher"),
-    "typer": ("cli",),
-    "rich": ("cli",),
+    "yaml": ("config", "run"),
+    "typer": ("run",),
+    "rich": ("run",),
     "triton": ("grads/stats", "saved/codecs"),
     "pytest": ("testing.py",),
     "pyarrow": ("report/table.py",),

@@ -130,7 +130,7 @@ def test_what_it_cannot_mean(text: str, says: str, tmp_path: pathlib.Path) -> No
 
 
 def test_objects_in_a_dict() -> None:
-    with pytest.raises(ConfigError, match=r"store: \{kind: Name, \.\.\.\} is needed.*disthooks\.Plan\(saves="):
+    with pytest.raises(ConfigError, match=r"store: \{kind: Name, \.\.\.\} is needed.*disthooks\.config\.Plan\(saves="):
         dh.config.from_config({"save": [{"modules": "*", "store": dh.OnCpu()}]})
 
 
