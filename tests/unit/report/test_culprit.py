@@ -193,3 +193,19 @@ def test_a_bad_batch_between_two_comparisons_is_not_what_changed_a_copy(tmp_path
     copies = next(each for each in found_in(tmp_path, lines) if each.kind == "replicas")
     assert (copies.first, copies.step, copies.rank) == (30, 39, None)
     assert copies.text == "Steps 30 to 39: blocks.0.d.weight differs from the copies on other ranks."
+
+
+def test_a_step_that_was_skipped_as_a_spike_is_said_once(tmp_path: pathlib.Path) -> None:
+    lines = [json.loads(line) for line in log(tmp_path / "a.jsonl", steps=40, layers=6).read_text().splitlines()]
+    for line in lines:
+        line["spike"] = line["skipped"] = 0.0
+    lines[30] |= {"spike": 1.0, "skipped": 1.0}
+    file = tmp_path / "b.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read(file).runs
+    said = verdict(run, timeline(run))
+    assert [text.count("skipped as a spike") for text in said if "spike" in text] == [1], said
+    lines[20] |= {"spike": 1.0, "skipped": 1.0}  # nothing jumped there, so nothing else says it
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read(file).runs
+    assert "1 step was skipped as a spike, the first at step 20." in verdict(run, timeline(run))
