@@ -528,7 +528,8 @@ def planned(
     with contextlib.ExitStack() as stack:
         stack.callback(found.placed.note)
         with unset_fake_temporarily():
-            fresh_count()  # it is measured once in a process, with a real tensor
+            fresh_count()  # measured once in a process, with a real tensor: before a recorder would count that tensor
+            _planned_fresh_count()
         stack.enter_context(keys_as_before())
         make_hooks = functools.partial(PlannedHooks, seen, is_accelerator)
 
