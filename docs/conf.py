@@ -19,7 +19,6 @@ import disthooks  # noqa: E402
 project, author, copyright = "disthooks", "the disthooks authors", "2026, the disthooks authors"
 version = release = disthooks.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["upstream/*"]
 html_theme = "furo"
 html_title = f"disthooks {release}"
 html_favicon = "img/favicon.svg"
