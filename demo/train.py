@@ -29,7 +29,7 @@ from disthooks.config import SavingPlan
 from disthooks.report.document import document
 from disthooks.report.log import read
 from disthooks.report.page.page import page
-from disthooks.saved.attach import Saving
+from disthooks.saved.attach import SavingHandle
 from disthooks.saved.pipeline import Pipeline, pipeline
 
 WARM_UP_STEPS = 2
@@ -129,7 +129,7 @@ def watch(trainer: Trainer, log: pathlib.Path) -> Attachment:
     )
 
 
-def save(trainer: Trainer) -> Saving | SavingPlan:
+def save(trainer: Trainer) -> SavingHandle | SavingPlan:
     """Send what autograd saves in the blocks to disk, until ``remove()``."""
     if trainer.options.hooks:
         return trainer.options.hooks.save(trainer.model)
