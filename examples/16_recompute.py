@@ -35,14 +35,14 @@ truth = torch.autograd.grad(model(x).square().mean(), weights)
 
 def gradients(*stages: object) -> tuple[tuple[torch.Tensor, ...], SavedReport]:
     """The gradients with ``stages``, and what became of the saved tensors."""
-    with dh.save_activations(model, "*", *stages) as saving:
+    with dh.save_activations(model, "*", *stages, at_least="4 KiB") as saving:
         found = torch.autograd.grad(model(x).square().mean(), weights)
         return found, saving.report()
 
 
 disk = dh.OnDisk(tempfile.gettempdir())
-all_of_it, plain = gradients(disk, at_least="4 KiB")
-found, report = gradients(dh.Recompute(), disk, at_least="4 KiB")
+all_of_it, plain = gradients(disk)
+found, report = gradients(dh.Recompute(), disk)
 print(report)
 assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 assert all(torch.equal(a, b) for a, b in zip(all_of_it, truth, strict=True))

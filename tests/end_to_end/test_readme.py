@@ -331,8 +331,8 @@ WEIGHT = """if step == 203:
             r"Steps 201 to 210 on rank 1: the output of layers.1.linear1 jumped to .* after step 299 showed that ",
         ),
         (
-            "time.sleep(0.05 if step >= 150 else 0)",
-            r"Steps? (141 to )?150 on rank 1: its input takes .*: the rank is slow",
+            "time.sleep(0.3 if step >= 240 else 0)",
+            r"Steps? (231 to )?240 on rank 1: its input takes .*: the rank is slow",
         ),
     ],
 )
