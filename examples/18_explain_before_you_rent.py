@@ -55,7 +55,10 @@ print("The tutorial measured 48 GB. The workspaces of cuDNN and CUDA's own memor
 print("With this plan all saved tensors go to the host:  dh.save_activations(model, '', dh.OnCpu())")
 print(f"Then the step needs {least:.1f} GB ({low:.1f} to {high:.1f} GB, by what the allocator can use), {where}.")
 print(f"The tutorial measured 5 GB. The host has to hold {planned.host / 1e9:.1f} GB.")
-print(f"Is it worth it? {said.link_or_compute}.")
+gpu = said.situation.hardware
+assert gpu is not None
+link, forward = gpu.offload_seconds(said.saved_bytes), said.seconds["forward"]
+print(f"Is it worth it? To the host and back takes {link:.1f} s; to compute the forward again takes {forward:.1f} s.")
 assert 0.93 * 48 < saved < peak < 48
 assert low <= least <= high < 6
 assert 0.99 * saved < planned.host / 1e9 < 1.01 * saved

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from disthooks._tensors import format_bytes
+from disthooks.errors import UsageError
 from disthooks.predict.hardware.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
-from disthooks.predict.hardware.roofline import Verdict, phase_seconds, seconds_of, verdict
-from disthooks.predict.measured import Measured, beside
+from disthooks.predict.hardware.roofline import phase_seconds, seconds_of
 from disthooks.predict.recording.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.recording.timeline import Sample, Share, Timeline
 from disthooks.predict.run import Situation, Step
@@ -27,6 +26,8 @@ from disthooks.saved.report import SavedReport
 
 #: How many shares of the peak a document has at most: enough for each module of a large model.
 _SHARES = 1000
+#: The figures of hooks that a run is compared with.
+_FIGURES = ("stored", "moved", "shared", "recomputed", "recast", "kept")
 #: Memory that no figure of a prediction contains.
 NOT_COUNTED = (
     "memory that an operator takes for itself while it runs, such as the workspace of a convolution",
@@ -174,6 +175,26 @@ class Memory:
         }
 
 
+class Measured(NamedTuple):
+    """One figure, predicted and measured, in bytes.
+
+    Attributes:
+        name: "peak", or the name of a figure in :class:`~disthooks.saved.report.SavedReport`, such as "moved"; that one
+            is for one step.
+        predicted: what the explanation says.
+        measured: what the run says.
+    """
+
+    name: str
+    predicted: int
+    measured: int
+
+    def __str__(self) -> str:
+        text = f"{self.name}: predicted {format_bytes(self.predicted)}, measured {format_bytes(self.measured)}"
+        more = self.measured - self.predicted
+        return f"{text}, {format_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else f"{text}, the same"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What one training step saves for backward, and the memory that it needs, as predicted.
@@ -251,12 +272,6 @@ class Explanation:
         """The time of each part of the step, roughly; empty if the device has no name."""
         hardware = self.situation.hardware
         return {} if hardware is None else phase_seconds(self.record.operators, hardware)
-
-    @property
-    def link_or_compute(self) -> Verdict | None:
-        """Whether it is quicker to send all saved bytes to the host and back, or to compute the forward again."""
-        hardware = self.situation.hardware
-        return None if hardware is None else verdict(self.saved_bytes, self.seconds.get("forward", 0.0), hardware)
 
     @property
     def reports(self) -> tuple[SavedReport, ...]:
@@ -338,18 +353,16 @@ class Explanation:
         found = None if self.with_plan is None else self.with_plan.planned
         return () if found is None else (*found.warnings, *found.unknown)
 
-    def beside(
-        self, run: SavedReport | str | os.PathLike[str] | None = None, peak: int | None = None
-    ) -> tuple[Measured, ...]:
-        """Compare the predicted figures with those of a real run.
+    def beside(self, run: SavedReport | None = None, peak: int | None = None) -> tuple[Measured, ...]:
+        """Compare the predicted figures with those of a real run (law 19).
 
         Args:
-            run: what the run's ``saving.report()`` gave, after any number of whole steps with the same plan; or the
-                path of its log, in which ``gradients(also=[saving])`` wrote the figures of each step.
+            run: what the run's ``saving.report()`` gave, after any number of whole steps with the same plan. Hooks
+                count from the first step on, so each of their figures is divided by the number of steps.
             peak: the peak that the run measured, in bytes, such as ``torch.cuda.max_memory_allocated()``.
 
         Raises:
-            UsageError: if there is no plan to compare with, or the run has no figures of hooks.
+            UsageError: if the calls of the run's hooks are no multiple of those in one step with the plan.
 
         >>> import torch
         >>> from disthooks import OnDisk, explain, save_activations
@@ -359,8 +372,19 @@ class Explanation:
         >>> print(explain(model, x, plan=[("1", OnDisk("/tmp"))], device="cpu").beside(saving.report())[1])
         moved: predicted 64.0 KiB, measured 64.0 KiB, the same
         """
-        hooks = sum(self.reports, SavedReport()) if self.reports else None
-        return beside(hooks, self.peak_bytes, run, peak)
+        found: list[Measured] = []
+        if run is not None:
+            hooks = sum(self.reports, SavedReport())
+            if not run.calls or not hooks.calls or run.calls % hooks.calls:
+                raise UsageError(
+                    f"the run's hooks ran in {run.calls} calls, and those of one step run in {hooks.calls}: take the "
+                    "report after whole steps, and explain the same model with the same plan"
+                )
+            steps = run.calls // hooks.calls
+            found += [Measured(name, getattr(hooks, name), round(getattr(run, name) / steps)) for name in _FIGURES]
+        if peak is not None:
+            found.append(Measured("peak", self.peak_bytes, peak))
+        return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as a document that JSON can hold; docs/cli.md has its keys."""

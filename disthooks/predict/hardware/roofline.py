@@ -1,7 +1,7 @@
 """How long an operator takes, in rough: its operations and bytes against the peaks of a device.
 
 ``cost`` counts the floating-point operations and the bytes of one call, from shapes alone: fake tensors are enough.
-``seconds`` divides them by what the device reaches. ``verdict`` compares the link with computing again.
+``seconds`` divides them by what the device reaches.
 """
 
 # [Note: what is counted]
@@ -26,7 +26,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from disthooks._tensors import format_bytes
 from disthooks.predict.hardware.devices import Device
 from disthooks.predict.recording.record import Operator
 
@@ -42,7 +40,6 @@ __all__ = [
     "HOST_CALL",
     "LAUNCH",
     "Cost",
-    "Verdict",
     "cost",
     "cost_for_record",
     "format_seconds",
@@ -50,7 +47,6 @@ __all__ = [
     "phase_seconds",
     "seconds",
     "seconds_of",
-    "verdict",
 ]
 
 #: Seconds of a kernel that does nothing.
@@ -530,35 +526,6 @@ def phase_seconds(operators: Iterable[Operator], device: Device) -> dict[str, fl
     return {phase: max(math.fsum(each), len(each) * HOST_CALL) for phase, each in times.items()}
 
 
-# -- the link against computing again
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The link's time beside the time to compute again, for some saved tensors.
-
-    Attributes:
-        saved_bytes: the bytes that would be sent to the host and brought back, or dropped and computed again.
-        link_seconds: seconds of the link, both ways. They cost time only where computation does not hide them.
-        recompute_seconds: seconds to compute them again. They always cost time.
-        link: what the link is, such as ``"PCIe 5 x16"``.
-    """
-
-    saved_bytes: int
-    link_seconds: float
-    recompute_seconds: float
-    link: str
-
-    @property
-    def choice(self) -> str:
-        """``"recompute"`` if that takes less time than the link, else ``"offload"``."""
-        return "recompute" if self.recompute_seconds < self.link_seconds else "offload"
-
-    def __str__(self) -> str:
-        link, compute = format_seconds(self.link_seconds), format_seconds(self.recompute_seconds)
-        return f"{link} of link ({self.link}) for {compute} of compute, {format_bytes(self.saved_bytes)}: {self.choice}"
-
-
 def format_seconds(duration: float) -> str:
     """``duration`` seconds as text, with two digits.
 
@@ -570,13 +537,3 @@ def format_seconds(duration: float) -> str:
             value = duration / size
             return f"{value:.0f} {unit}" if value >= 9.95 or math.isclose(value, 0.0) else f"{value:.1f} {unit}"
     raise AssertionError  # not reached: the last unit takes everything
-
-
-def verdict(saved_bytes: int, recompute_seconds: float, device: Device) -> Verdict:
-    """Compare sending saved tensors over the link with computing them again.
-
-    >>> from disthooks.predict.hardware.devices import device_named
-    >>> print(verdict(48 * 10**9, 0.2, device_named("h100")))
-    1.9 s of link (PCIe 5 x16) for 200 ms of compute, 44.7 GiB: recompute
-    """
-    return Verdict(saved_bytes, device.offload_seconds(saved_bytes), recompute_seconds, device.link)

@@ -203,8 +203,6 @@ function showPlan() {
   const costs = [
     plan.host && `${bytes(plan.host)} go to the host's memory`,
     plan.disk && `${bytes(plan.disk)} go to the disk`,
-    plan.link_seconds && `the link is busy for ${seconds(plan.link_seconds)}`,
-    plan.recompute_seconds && `${seconds(plan.recompute_seconds)} of computation run again`,
   ].filter(Boolean);
   byId("plan").replaceChildren(...[
     costs.length ? element("p", { class: "costs" }, `${sentenceCase(costs.join("; "))}.`) : null,
@@ -271,26 +269,9 @@ function showTexts() {
   fill("advice", ".cards", [...change, ...(given.advice ?? [])].map((each) => element("article", { class: "card" },
     each.saves ? element("span", { class: "saves" }, `saves ${bytes(each.saves)}`) : null,
     element("h3", {}, sentenceCase(each.title ?? "")), element("p", {}, each.text ? `${sentenceCase(each.text)}.` : ""), each.yaml || each.code ? yamlBlock(each.yaml || each.code) : null)));
-  fill("measured", ".wide", (given.measured ?? []).length ? [measuredTable()] : []);
   fill("unknown", "div", [
     ...list("What could not be known without running for real", (given.unknown ?? []).map((each) => [element("code", {}, each.what ?? ""),
       ` in ${called(each.module)}. Assumed: ${each.assumed ?? "nothing"}.`])),
     ...list("What is not counted", (given.not_counted ?? []).map((each) => [each])),
   ]);
-}
-
-function measuredTable() {
-  const text = (row, value) => (typeof value !== "number" ? String(value ?? "") : /second|time/.test(row.name) ? seconds(value) : bytes(value));
-  const difference = (row) => {
-    const { predicted, measured } = row;
-    if (typeof predicted !== "number" || typeof measured !== "number" || !measured) return text(row, row.difference);
-    const off = (100 * (predicted - measured)) / measured;
-    return off === 0 ? "exact" : `${off > 0 ? "+" : "−"}${Math.abs(off) < 0.01 ? "<0.01" : Math.abs(off).toFixed(2)}%`;
-  };
-  return element("table", {},
-    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "What"),
-      ...["Predicted", "Measured", "Difference"].map((each) => element("th", { scope: "col", class: "number" }, each)))),
-    element("tbody", {}, ...given.measured.map((row) => element("tr", {}, element("td", {}, row.name ?? ""),
-      element("td", { class: "number" }, text(row, row.predicted)), element("td", { class: "number" }, text(row, row.measured)),
-      element("td", { class: "number" }, difference(row))))));
 }

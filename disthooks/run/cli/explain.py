@@ -38,9 +38,6 @@ def explain(
     world: int = typer.Option(1, min=1, help="The number of ranks."),
     batch: int | None = typer.Option(None, min=1, help="The batch size of one rank."),
     seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
-    measured: str | None = typer.Option(
-        None, help="Compare with the log of a run that had this hooks file.", metavar="LOG"
-    ),
     fits: str | None = typer.Option(
         None, help="Say whether the step fits in this memory (80GiB), and find the largest sizes that fit."
     ),
@@ -82,7 +79,6 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        compared = () if measured is None else said.beside(measured)
         begin("looking for the largest sizes")
         detail = functools.partial(begin, is_step=False)
         tried: Tried = {}  # the changes that were run: they run once
@@ -90,7 +86,7 @@ def explain(
         far = None if limit is None else find_fits(builder, said.situation, limit, explanation=said, **known)
         begin("trying changes")
         best = advise(builder, said, limit=limit, **known) if advice else []
-        told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
+        told = {"file": file, **said.to_dict()}
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
         if output is not None:
@@ -102,8 +98,6 @@ def explain(
         _show_verdict(said, told, far)
         _show_advice(best)
         show(said, told)
-        for each in compared:
-            _say(str(each))
     if output is not None and not as_json:
         line(f"wrote {output}")
 
@@ -438,5 +432,3 @@ def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
     if said.seconds:
         parts = ", ".join(f"{phase} {format_seconds(duration)}" for phase, duration in said.seconds.items())
         _say(f"time on {told['situation']['hardware']}, roughly: {parts}")
-    if said.link_or_compute is not None:
-        _say(f"offload or compute again: {said.link_or_compute}")

@@ -25,7 +25,6 @@ from disthooks.predict.hardware.roofline import (
     phase_seconds,
     seconds,
     seconds_of,
-    verdict,
 )
 from disthooks.predict.recording.record import Operator
 from disthooks.predict.recording.recorder import Recorder
@@ -379,22 +378,3 @@ def test_a_record_has_what_the_kernels_do() -> None:
     out = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
     flops, *_, dtype = cost_for_record(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.0, True), {}, out)
     assert (flops, dtype) == (2 * B * H * S * (S + 1) * D, "bfloat16")
-
-
-# -- the link against computing again
-
-
-def test_a_gelu_is_computed_again_and_a_large_product_is_sent() -> None:
-    """On a slow link a product of large matrices is worth its bytes; an elementwise operator never is."""
-    h100 = device_named("h100")
-    x = meta(8192, 8192, dtype=torch.bfloat16)
-    nbytes = x.numel() * 2
-    gelu = seconds(cost_of(nn.functional.gelu, x), h100)
-    found = verdict(nbytes, gelu, h100)
-    assert found.choice == "recompute"
-    assert found.link_seconds == h100.offload_seconds(nbytes) > 20 * gelu
-    assert str(found) == "5.3 ms of link (PCIe 5 x16) for 97 µs of compute, 128.0 MiB: recompute"
-    wide, tall = meta(8192, 1 << 20, dtype=torch.bfloat16), meta(1 << 20, 8192, dtype=torch.bfloat16)
-    product = seconds(cost_of(torch.mm, wide, tall), h100, torch.bfloat16)
-    assert verdict(nbytes, product, h100).choice == "offload"
-    assert verdict(nbytes, found.link_seconds, h100).choice == "offload"  # alike: the memory is worth the link

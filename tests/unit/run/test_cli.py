@@ -52,7 +52,7 @@ FROZEN = {
     "env": ["--json"],
     "explain": [
         *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
-        *("--batch", "--seq", "--measured", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
+        *("--batch", "--seq", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
     ],
     "fit": [
         *("model", "--budget", "--device", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
