@@ -19,9 +19,7 @@ from disthooks.predict.engines.worlds import Rank
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.hardware.devices import Device, device_named
-from disthooks.predict.hardware.roofline import cost_for_record
 from disthooks.predict.plans.planned import Entries
-from disthooks.predict.recording.recorder import CostOf
 from disthooks.predict.run import Situation, record_step
 from disthooks.saved.pipeline import Pipeline, Stage
 from disthooks.saved.stores.base import Store
@@ -101,12 +99,12 @@ def explain(
     return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
 
 
-def explain_built(builder: Builder, situation: Situation, cost: CostOf | None = cost_for_record) -> Explanation:
+def explain_built(builder: Builder, situation: Situation) -> Explanation:
     """The explanation of one step of what ``builder`` builds."""
-    step = record_step(builder, situation, cost)
+    step = record_step(builder, situation)
     if situation.plan is None:
         return Explanation(builder.name, situation, step)
-    without = record_step(builder, replace(situation, plan=None), cost)
+    without = record_step(builder, replace(situation, plan=None))
     return Explanation(builder.name, situation, without, step)
 
 

@@ -29,7 +29,7 @@ from disthooks.predict.fake.lazy import has_lazy
 from disthooks.predict.hardware.devices import CAPABILITY, Device
 from disthooks.predict.plans.planned import Entries, Planned, planned
 from disthooks.predict.recording.record import StepRecord
-from disthooks.predict.recording.recorder import CostOf, Recorder
+from disthooks.predict.recording.recorder import Recorder
 
 #: What each kind of ``engines.held`` is to a recorder.
 _CATEGORY = {
@@ -128,7 +128,7 @@ class Step(NamedTuple):
     first: StepRecord | None = None
 
 
-def record_step(builder: Builder, situation: Situation, cost: CostOf | None = None) -> Step:
+def record_step(builder: Builder, situation: Situation) -> Step:
     """Run one step of the model on fake tensors, and record it.
 
     The memory of the optimizer's state is there from the beginning, as in every step but the first. With a plan the
@@ -178,7 +178,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
                 run.recorded(first)
                 found.begin_step()
             run.forget_gradients()
-            recorder = Recorder(model, cost)
+            recorder = Recorder(model)
             for each in at_building:
                 recorder.assumed(*each)
             fakes.tell(recorder.assumed)

@@ -36,7 +36,7 @@ from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explanation import Explanation, Memory
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.hardware.devices import Device, device_named
-from disthooks.predict.hardware.roofline import cost_for_record, format_seconds, phase_seconds
+from disthooks.predict.hardware.roofline import format_seconds, phase_seconds
 from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, Step, record_step
 from disthooks.saved.stores.cpu import OnCpu
@@ -247,10 +247,7 @@ class Trial:
         self._measure, self._before = measure, measure(explanation)
         usual = device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
         self._device = device or explanation.situation.hardware or usual
-        self._record = explanation.record
-        if not any(each.flops or each.read for each in self._record.operators):
-            self._record = record_step(builder, explanation.situation, cost_for_record).record
-        self._seconds = self._seconds_of(self._record)
+        self._seconds = self._seconds_of(explanation.record)
 
     def of(self, candidate: Candidate) -> list[Advice]:
         """The advice, if the candidate runs and saves something. It runs once."""
@@ -262,7 +259,7 @@ class Trial:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what torch says of this change is not about the user's step
-                step = record_step(self._builder, candidate.situation, cost_for_record)
+                step = record_step(self._builder, candidate.situation)
         except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
             self._say(f"{candidate.title}: not possible: {error}")
             return [], None
@@ -330,7 +327,6 @@ class Trial:
         return link, f"on the link ({self._device.link})"
 
     def _seconds_of(self, record: StepRecord) -> float:
-        """The seconds of a step whose record was made with costs."""
         return sum(phase_seconds(record.operators, self._device).values())
 
     def _say(self, text: str) -> None:
@@ -579,4 +575,4 @@ def _step_with(yaml: str, builder: Builder, situation: Situation) -> Step:
         file = pathlib.Path(folder) / "hooks.yaml"
         file.write_text(yaml, encoding="utf-8")
         plan = from_config(file)
-    return record_step(builder, replace(situation, plan=plan), cost_for_record)
+    return record_step(builder, replace(situation, plan=plan))

@@ -238,7 +238,7 @@ class _Search:
         """The step; only as it is with the plan, unless a measure of the user's may ask for more than the peak."""
         if self._measure is peak:
             return Explanation(self._builder.name, situation, record_step(self._builder, situation))
-        return explain_built(self._builder, situation, None)
+        return explain_built(self._builder, situation)
 
     def does_fit(self, probe: Probe) -> bool:
         """Whether the step ran and its bytes are within the limit."""

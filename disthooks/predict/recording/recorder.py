@@ -37,6 +37,7 @@ from disthooks._tensors import local_part
 from disthooks._torch import current_node, sequence_number
 from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
 from disthooks.predict.fake.state import replaced
+from disthooks.predict.recording.costs import cost
 from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
 from disthooks.predict.recording.record import (
     CATEGORIES,
@@ -55,8 +56,6 @@ from disthooks.saved.checkpoints import AroundCheckpoints
 _Mode: Any = _python_dispatch.TorchDispatchMode
 _is_wrapper: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
-#: The flops, the bytes read and written, and the dtype of one call of an operator.
-CostOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, int, int, str]]
 
 _RANK = {category: position for position, category in enumerate(CATEGORIES)}
 _NARROW = (torch.bfloat16, torch.float16)
@@ -92,10 +91,9 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
     [('aten.addmm', 64), ('aten.relu', 32)]
     """
 
-    def __init__(self, model: nn.Module, cost: CostOf | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.record = StepRecord()
-        self._cost = cost
         self._phase: Phase = "before"
         self._watched: dict[int, _Watched] = {}  # by the address of the storage
         self._weights: dict[int, SavedKind] = {}  # what the allocation of a weight, or of a copy of one, is to autograd
@@ -294,9 +292,9 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
             self._operator_at.setdefault(number, name)
         result = func(*args, **kwargs)
         if not _is_view(func):
-            cost = (0, 0, 0, "") if self._cost is None else self._cost(func, args, kwargs, result)
             is_again = self._phase == "backward" and bool(self._stack)
-            self.record.operators.append(Operator(name, self._phase, position, *cost, is_again))
+            found = cost(func, args, kwargs, result)
+            self.record.operators.append(Operator(name, self._phase, position, *found, is_again))
             self._see_all(func.namespace in _COMMUNICATION, name, arguments, tensors_in((result,)))
         return result
 

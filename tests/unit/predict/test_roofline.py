@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,20 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from disthooks.predict.hardware.devices import device_named
-from disthooks.predict.hardware.roofline import (
-    HOST_CALL,
-    LAUNCH,
-    Cost,
-    cost,
-    cost_for_record,
-    may_use_tf32,
-    phase_seconds,
-    seconds,
-    seconds_of,
-)
+from disthooks.predict.hardware.roofline import HOST_CALL, phase_seconds, seconds_of
+from disthooks.predict.recording.costs import Cost, cost, may_use_tf32
 from disthooks.predict.recording.record import Operator
 from disthooks.predict.recording.recorder import Recorder
 
@@ -49,16 +40,20 @@ class Costs(TorchDispatchMode):
 
     def of(self, operator: Any) -> Cost:
         """The sum over the calls of one operator, by its packet."""
-        found = [each for func, each in self.found if func.overloadpacket is operator]
-        assert found, f"{operator} was not called"
-        return Cost(*(sum(column) for column in zip(*found, strict=True)))
+        return added(each for func, each in self.found if func.overloadpacket is operator)
+
+
+def added(costs: Iterable[Cost]) -> Cost:
+    """All in one, without the dtype."""
+    flops, read, written = (sum(column) for column in zip(*(each[:3] for each in costs), strict=True))
+    return Cost(flops, read, written)
 
 
 def cost_of(run: Callable[..., Any], *args: Any) -> Cost:
     """The cost of the operators of ``run``, all in one."""
     with Costs() as costs:
         run(*args)
-    return Cost(*(sum(column) for column in zip(*(each for _, each in costs.found), strict=True)))
+    return added(each for _, each in costs.found)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -104,55 +99,14 @@ def test_a_convolution_whose_input_needs_no_gradient() -> None:
     assert costs.of(aten.convolution_backward).flops == costs.of(aten.convolution).flops
 
 
-B, H, S, D = 2, 4, 64, 32
-_ATTENTION: dict[str, Callable[..., Any]] = {
-    "flash": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal),
-    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal),
-    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal),
-    "cpu": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal),
-}
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", _ATTENTION)
-def test_fused_attention_and_its_backward(backend: str, causal: bool) -> None:
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_of_a_gpu_has_torchs_formula(kind: str) -> None:
     """On meta tensors, as a machine without a GPU can run the operators of a GPU."""
-    q, k, v = (meta(B, H, S, D, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    with Costs() as costs:
-        out = _ATTENTION[backend](q, k, v, causal)
-        out[0].sum().backward()
-    pair = B * H * S * S * D  # one product of matrices: twice this
-    size = B * H * S * D * 2
-    fused = [(func, each) for func, each in costs.found if "_scaled_dot_product" in str(func)]
-    (_, forward), (_, backward) = fused
-    assert (forward.flops, backward.flops) == (4 * pair, 10 * pair)
-    assert forward.read == 3 * size
-    assert size <= forward.written <= size + B * H * S * 4 + 64  # with the logsumexp and the state of the generator
-    assert backward.written >= 3 * size
-    share = (S - 1) / (2 * S)  # above the diagonal
-    assert forward.skipped == pytest.approx(forward.flops * share * causal, abs=1)
-    assert backward.skipped == pytest.approx(backward.flops * share * causal, abs=1)
-
-
-@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
-def test_fused_attention_costs_what_torchs_counter_says(backend: str) -> None:
-    """Other lengths and widths for queries, keys and values."""
-    q, k, v = (meta(B, H, length, width, dtype=torch.bfloat16) for length, width in ((48, 32), (80, 32), (80, 64)))
-    forward = getattr(aten, f"_scaled_dot_product_{backend}_attention")
-    backward = getattr(aten, f"_scaled_dot_product_{backend}_attention_backward")
-    out = meta(B, H, 48, 64, dtype=torch.bfloat16)
-    assert cost(forward.default, (q, k, v), {}, (out,)).flops == flop_registry[forward](q, k, v, out_val=(out,))
-    assert cost(backward.default, (out, q, k, v), {}, (q, k, v)).flops == flop_registry[backward](
-        out, q, k, v, out_val=(q, k, v)
-    )
-
-
-@pytest.mark.parametrize("operator", ["flash_attention_for_cpu", "flash_attention", "cudnn_attention"])
-def test_attention_with_fewer_heads_of_keys(operator: str) -> None:
-    q, k = meta(B, 8, S, D, dtype=torch.bfloat16), meta(B, 2, S, D, dtype=torch.bfloat16)
-    found = cost(getattr(aten, f"_scaled_dot_product_{operator}").default, (q, k, k), {}, (q, meta(B, 8, S)))
-    assert found.flops == 4 * B * 8 * S * S * D
-    assert found.read == 2 * (B * 8 + B * 2) * S * D  # k is also v, and is read once
+    q, k, v = (meta(2, 4, length, width, dtype=torch.bfloat16) for length, width in ((48, 32), (80, 32), (80, 64)))
+    out = meta(2, 4, 48, 64, dtype=torch.bfloat16)
+    found = cost(getattr(aten, f"_scaled_dot_product_{kind}_attention").default, (q, k, v), {}, (out,))
+    assert found.flops == 2 * (2 * 4) * 48 * 80 * (32 + 64)
+    assert (found.read, found.written) == (2 * (q.numel() + k.numel() + v.numel()), 2 * out.numel())
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -207,10 +161,8 @@ def test_elementwise_operators_read_inputs_and_write_outputs() -> None:
     whole = 64 * 32 * 4
     assert cost_of(torch.add, x, y) == Cost(0, 2 * whole, whole)
     assert cost_of(torch.add, x, row) == Cost(0, whole + 128, whole)
-    assert cost_of(torch.mul, x, x) == Cost(0, whole, whole)  # one storage, read once
     assert cost_of(lambda: x + x.t().reshape(64, 32)) == Cost(0, 3 * whole, 2 * whole)  # reshape copies
     assert cost_of(torch.add, x, row.expand(64, 32)) == Cost(0, whole + 128, whole)  # expand reads one row
-    assert cost_of(torch.add, x[:32], x[32:]) == Cost(0, whole, whole // 2)
     assert cost_of(lambda a: a.to(torch.bfloat16), x) == Cost(0, whole, whole // 2)
     assert cost_of(torch.sum, x) == Cost(0, whole, 4)
 
@@ -219,13 +171,8 @@ def test_in_place_operators_write_what_they_read() -> None:
     x, y = meta(1000), meta(1000)
     assert cost_of(x.add_, y) == Cost(0, 8000, 4000)
     assert cost_of(x.add_, 1) == Cost(0, 4000, 4000)
-    assert cost_of(x.copy_, y) == Cost(0, 4000, 4000)
-    assert cost_of(x.zero_) == Cost(0, 0, 4000)
-    assert cost_of(x.normal_) == Cost(0, 0, 4000)
-    assert cost_of(torch.zeros_like, x) == Cost(0, 0, 4000)
-    assert cost_of(lambda: torch.add(x, y, out=meta(1000))) == Cost(0, 8000, 4000)
     assert cost_of(torch._foreach_add_, [x, y], 1.0) == Cost(0, 8000, 8000)
-    assert cost_of(torch._foreach_mul, [x, y], [y, y]) == Cost(0, 8000, 8000)
+    assert cost_of(torch._foreach_mul, [x, y], [y, y]) == Cost(0, 16000, 8000)
 
 
 def test_views_and_empty_memory_are_free() -> None:
@@ -234,7 +181,7 @@ def test_views_and_empty_memory_are_free() -> None:
     for view in (*views, lambda: x.split(2), lambda: torch.empty_like(x), lambda: x.new_empty(7)):
         assert cost_of(view) == free
     assert cost_of(x.clone) != free
-    assert seconds(free, device_named("h100")) == 0.0
+    assert seconds_of(free, device_named("h100")) == 0.0
 
 
 def test_tables_are_read_where_they_are_asked() -> None:
@@ -246,7 +193,7 @@ def test_tables_are_read_where_they_are_asked() -> None:
     assert cost_of(lambda: aten.embedding_dense_backward(meta(10, 64), at, 50_000, -1, False)).written == 50_000 * 256
 
 
-def test_a_fused_optimizer_reads_four_and_writes_three() -> None:
+def test_a_fused_optimizer_reads_and_writes_four() -> None:
     parameters = [torch.randn(1000), torch.randn(24)]
     lists = [[torch.zeros_like(p) for p in parameters] for _ in range(3)]
     steps = [torch.tensor(1.0) for _ in parameters]
@@ -256,7 +203,7 @@ def test_a_fused_optimizer_reads_four_and_writes_three() -> None:
             lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
         )
     )  # fmt: skip
-    assert found == Cost(0, 4 * 4096 + 8, 3 * 4096)
+    assert found == Cost(0, 4 * 4096 + 8, 4 * 4096)  # it writes gradients if it unscales them
 
 
 # -- torch's own counter
@@ -299,15 +246,6 @@ def test_flops_of_a_training_step_are_those_of_torchs_counter(is_fake: bool) -> 
     assert counter.get_total_flops() == costs.flops() > 100_000
 
 
-def test_a_call_costs_the_same_again() -> None:
-    """Formulas are evaluated once for each set of shapes; other shapes are other costs."""
-    for rows in (3, 5, 3):
-        assert cost_of(torch.mm, meta(rows, 4), meta(4, 6)).flops == 48 * rows
-    x, w = meta(1, 4, 8, 8), meta(4, 4, 3, 3)
-    first, second, again = (cost_of(lambda p=p: torch.conv2d(x, w, padding=p)).flops for p in (0, 1, 0))
-    assert first == again < second
-
-
 # -- seconds
 
 
@@ -316,32 +254,26 @@ def test_the_longer_of_computing_and_moving_counts() -> None:
         device_named("a100"), bf16=100e12, fp32=10e12, tf32=50e12, fp16=None, fp8=None, bandwidth=1e12,
         matmul_efficiency=0.5, memory_efficiency=0.8,
     )  # fmt: skip
-    computing = Cost(10**12, 10**9, 0)
-    assert seconds(computing, device, torch.bfloat16) == pytest.approx(0.02 + LAUNCH)
-    assert seconds(computing, device, torch.float32) == pytest.approx(0.2 + LAUNCH)
-    assert seconds(computing, device, torch.float32, tf32=True) == pytest.approx(0.04 + LAUNCH)
-    assert seconds(computing, device, torch.float64) == pytest.approx(0.4 + LAUNCH)
-    assert seconds(computing, device, torch.float16) == pytest.approx(0.2 + LAUNCH)  # no units: as float32
-    assert seconds(computing._replace(skipped=5 * 10**11), device, torch.bfloat16) == pytest.approx(0.01 + LAUNCH)
-    assert seconds(Cost(10**6, 3 * 10**9, 10**9), device, torch.bfloat16) == pytest.approx(0.005 + LAUNCH)
-    assert seconds(Cost(0, 0, 512), device) == pytest.approx(LAUNCH, rel=1e-3)
+    by_dtype = {"bfloat16": 0.02, "float32": 0.2, "": 0.2, "tf32": 0.04, "float64": 0.4, "float16": 0.2}
+    for dtype, wanted in by_dtype.items():  # there are no units for float16: as float32
+        assert seconds_of(Cost(10**12, 10**9, 0, dtype), device) == pytest.approx(wanted)
+    assert seconds_of(Cost(10**6, 3 * 10**9, 10**9, "bfloat16"), device) == pytest.approx(0.005)
+    assert seconds_of(Cost(0, 0, 512), device) == HOST_CALL
 
 
 def test_eight_bits_are_multiplied_by_their_own_units() -> None:
-    product = Cost(2 * 8192**3, 0, 0)
     h100, a100 = device_named("h100"), device_named("a100")
-    assert seconds(product, h100, torch.float8_e4m3fn) < 0.51 * seconds(product, h100, torch.bfloat16)
-    assert seconds(product, a100, torch.float8_e4m3fn) == seconds(product, a100, torch.float16)
+    fp8, bf16, fp16 = (Cost(2 * 8192**3, 0, 0, dtype) for dtype in ("float8_e4m3fn", "bfloat16", "float16"))
+    assert seconds_of(fp8, h100) < 0.51 * seconds_of(bf16, h100)
+    assert seconds_of(fp8, a100) == seconds_of(fp16, a100)
 
 
 def test_a_step_of_small_operators_takes_the_hosts_time() -> None:
     h100 = device_named("h100")
     long = Operator("aten.mm", "forward", 0, flops=10**15, dtype="bfloat16")
     short = Operator("aten.add", "backward", 0, read=512, written=512)
-    assert phase_seconds([long, *[short] * 1000], h100) == {
-        "forward": seconds_of(long, h100),
-        "backward": 1000 * HOST_CALL,
-    }
+    found = phase_seconds([long, *[short] * 1000], h100)
+    assert found == {"forward": seconds_of(long, h100), "backward": pytest.approx(1000 * HOST_CALL)}
 
 
 def test_tf32_follows_torchs_settings() -> None:
@@ -351,30 +283,20 @@ def test_tf32_follows_torchs_settings() -> None:
         try:
             for flag in (True, False):
                 torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flag, not flag
-                assert may_use_tf32(aten.convolution_backward.default) is flag
-                assert may_use_tf32(aten.addmm.default) is not flag
+                assert may_use_tf32(aten.convolution_backward) is flag
+                assert may_use_tf32(aten.addmm) is not flag
         finally:
             torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def test_a_record_has_what_the_kernels_do() -> None:
-    """A real model, recorded: the same seconds as those of its calls, and no operations that a causal mask saves."""
+def test_a_record_has_the_costs_of_its_calls() -> None:
     with FakeTensorMode():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 36))
         x = torch.randn(2, 3, 8, 8)
-        with Recorder(model, cost_for_record) as recorder:
+        with Recorder(model) as recorder:
             model(x).sum().backward()
     by_name = {each.name: each for each in recorder.record.operators}
     assert {each.dtype for each in recorder.record.operators} == {"float32", "tf32"}
     convolution, product = by_name["aten.convolution"], by_name["aten.addmm"]
     assert (convolution.dtype, convolution.flops) == ("tf32", 2 * 2 * 4 * 36 * 27)
     assert (product.dtype, product.flops) == ("float32", 2 * 2 * 4 * 36 * 36)
-    a100 = device_named("a100")
-    longer = convolution._replace(flops=10**12)
-    assert seconds_of(longer, a100) == seconds(Cost(10**12, longer.read, longer.written), a100, tf32=True)
-    assert seconds_of(longer._replace(dtype="float32"), a100) == pytest.approx(8 * seconds_of(longer, a100), rel=1e-3)
-    assert seconds_of(longer._replace(dtype=""), a100) == seconds_of(longer._replace(dtype="float32"), a100)
-    q = meta(B, H, S, D, dtype=torch.bfloat16)
-    out = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
-    flops, *_, dtype = cost_for_record(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.0, True), {}, out)
-    assert (flops, dtype) == (2 * B * H * S * (S + 1) * D, "bfloat16")
