@@ -33,8 +33,10 @@ def copied(document: Mapping[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(dict(document))
 
 
-def yaml_of(document: Mapping[str, Any]) -> str:
+def yaml_of(document: Mapping[str, Any], is_compact: bool = False) -> str:
     """``document`` as the text of a YAML file, with its keys in their order.
+
+    A compact one has each list and mapping without other lists and mappings in one line.
 
     Raises:
         ConfigError: when PyYAML is not installed.
@@ -50,7 +52,10 @@ def yaml_of(document: Mapping[str, Any]) -> str:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    return str(yaml.dump(document, Dumper=NoAnchors, sort_keys=False, allow_unicode=True, width=120))
+    style = None if is_compact else False
+    return str(
+        yaml.dump(document, Dumper=NoAnchors, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style)
+    )
 
 
 def entry(value: Any) -> dict[str, Any]:

@@ -16,26 +16,26 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disthooks._tensors import format_bytes, parse_bytes
+from disthooks.config.dump import yaml_of
 from disthooks.config.locate import from_config
 from disthooks.errors import DisthooksError
-from disthooks.predict.answers.snippets import as_yaml, checkpoint_code, fsdp_code
+from disthooks.predict.answers.snippets import checkpoint_code, fsdp_code
 from disthooks.predict.engines.spec import EngineSpec
-from disthooks.predict.explanation import Explanation, Memory
+from disthooks.predict.explanation import Explanation, Memory, ModuleRow
 from disthooks.predict.fake.builder import Builder
-from disthooks.predict.hardware.devices import Device, device_named
+from disthooks.predict.hardware.devices import device_named
 from disthooks.predict.hardware.roofline import format_seconds, phase_seconds
 from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, Step, record_step
@@ -111,8 +111,7 @@ class Candidate:
 Tried = dict[str, tuple[list[Advice], Step | None]]
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Modules of one class that stand side by side, such as the layers of a decoder.
 
     Attributes:
@@ -132,7 +131,6 @@ def advise(
     builder: Builder,
     explanation: Explanation,
     *,
-    device: Device | None = None,
     top: int = 3,
     limit: int | None = None,
     patience: float = 60.0,
@@ -141,13 +139,13 @@ def advise(
 ) -> list[Advice]:
     """The best ``top`` changes, at most one of each kind. See [Note: what advice costs].
 
+    Times are those of the device of the step; if it has no name, those of an H100, or of the CPU.
+
     The exact change with the lowest peak is always among them. If its time makes it a bad choice, it is the last one.
 
     Args:
         builder: builds the model of ``explanation``.
         explanation: the step as it is.
-        device: whose compute and link are told; None for the device that the step runs on. If that has no name, it is
-            an H100, or the CPU for a step on the CPU.
         top: how many.
         limit: the limit of memory, in bytes. If the step is above it, a plan is tried, too, that keeps on the device
             what fits there, and moves the rest.
@@ -164,7 +162,7 @@ def advise(
     >>> best.saves == explanation.peak_bytes - best.nbytes > 0
     True
     """
-    found = changes(builder, explanation, device=device, limit=limit, patience=patience, progress=progress, tried=tried)
+    found = changes(builder, explanation, limit=limit, patience=patience, progress=progress, tried=tried)
     chosen: list[Advice] = []
     for each in found:
         if len(chosen) < top and all(each.kind != other.kind for other in chosen):
@@ -182,7 +180,6 @@ def cheapest(
     limit: int,
     measure: Callable[[Explanation], int] = lambda explanation: explanation.needed_bytes,
     progress: Callable[[str], None] | None = None,
-    device: Device | None = None,
     tried: Tried | None = None,
 ) -> Advice | None:
     """The change that brings the step within ``limit`` bytes and adds the least time; None if no change is enough.
@@ -190,7 +187,7 @@ def cheapest(
     A change with other gradients is chosen only if no exact change is enough, and one with more devices only if no
     other exact change is enough. An estimated change is chosen only if no change that was tried is enough.
     """
-    found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress, tried=tried)
+    found = changes(builder, explanation, limit=limit, measure=measure, progress=progress, tried=tried)
     enough = [each for each in found if each.nbytes <= limit]
 
     def order(each: Advice) -> tuple[bool, bool, bool, float]:
@@ -203,7 +200,6 @@ def changes(
     builder: Builder,
     explanation: Explanation,
     *,
-    device: Device | None = None,
     limit: int | None = None,
     measure: Callable[[Explanation], int] = lambda explanation: explanation.needed_bytes,
     patience: float = 60.0,
@@ -211,7 +207,7 @@ def changes(
     tried: Tried | None = None,
 ) -> list[Advice]:
     """All changes that make the peak lower, the best first. :func:`advise` describes the arguments."""
-    trial = Trial(builder, explanation, device, measure, progress, {} if tried is None else tried)
+    trial = Trial(builder, explanation, measure, progress, {} if tried is None else tried)
     end = time.monotonic() + patience
     found: list[Advice] = []
     for each in _candidates(explanation):
@@ -221,7 +217,11 @@ def changes(
     if limit is not None and measure(explanation) > limit:
         offloaded = [advice for advice in found if advice.kind == "offload" and advice.nbytes < limit]
         if offloaded:
-            found += trial.of(_kept(explanation.situation, limit - offloaded[0].nbytes))
+            room = limit - offloaded[0].nbytes
+            title = f"keep {room >> 20} MiB of saved tensors and move the rest"
+            # The peak of OnCpu alone has its `in_flight`; the limit of a Tiered needs room for it.
+            copies = parse_bytes(OnCpu().in_flight) if explanation.situation.device == "cuda" else 0
+            found += trial.of(keeping(explanation, room, title, copies))
     found += trial.estimates()
     return sorted(found, key=trial.worth, reverse=True)
 
@@ -236,17 +236,15 @@ class Trial:
         self,
         builder: Builder,
         explanation: Explanation,
-        device: Device | None,
         measure: Callable[[Explanation], int],
         progress: Callable[[str], None] | None,
         tried: Tried,
         least: float = LEAST,
     ) -> None:
-        self._least = least
         self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
-        self._measure, self._before = measure, measure(explanation)
-        usual = device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
-        self._device = device or explanation.situation.hardware or usual
+        self._least, self._measure, self._before = least, measure, measure(explanation)
+        situation = explanation.situation
+        self._device = situation.hardware or device_named(USUAL if situation.device == "cuda" else "cpu")
         self._seconds = self._seconds_of(explanation.record)
 
     def of(self, candidate: Candidate) -> list[Advice]:
@@ -352,9 +350,10 @@ def _candidates(explanation: Explanation) -> Iterator[Candidate]:
     if group is not None:
         title = f"checkpoint each of the {len(group.names)} {group.kind}"
         code = explanation.step.switch or checkpoint_code(group.names)
-        change = _after(situation.change, checkpointed(group.names))
+        change = checkpointed(group.names, situation.change)
         yield Candidate("checkpoint", title, replace(situation, change=change), code=code)
-    if _movable(explanation) > 0.1 * at_peak.nbytes:
+    movable = sum(at_peak.by_category.get(each, 0) for each in ("saved for backward", "temporary"))
+    if movable > 0.1 * at_peak.nbytes:
         yield from _plans(explanation, group)
     if situation.backend == "math":
         code = (
@@ -414,18 +413,21 @@ def planned(situation: Situation, kind: str, title: str, modules: str, **entry: 
     is_lossy = "codecs" in entry
     note = "the codec is lossy: gradients change a little (docs/saved-tensors/codecs.md)" if is_lossy else ""
     changed = replace(situation, plan=from_config(document))
-    return Candidate(kind, title, changed, as_yaml(document), is_exact=not is_lossy, note=note)
+    yaml = yaml_of(document, is_compact=True)
+    return Candidate(kind, title, changed, yaml, is_exact=not is_lossy, note=note)
 
 
-def _kept(situation: Situation, room: int) -> Candidate:
-    """Everything moves but what has room on the device."""
-    keep, behind, in_flight = max(1, room >> 20), {"kind": "OnDisk", "directory": DISK}, 0
-    if situation.device == "cuda":  # the peak of OnCpu alone has its in_flight; the limit of a Tiered needs room for it
-        behind, in_flight = {"kind": "OnCpu"}, parse_bytes(OnCpu().in_flight) >> 20
-    nearest = {"kind": "OnDevice", "limit": f"{keep + in_flight} MiB"}
-    store = {"kind": "Tiered", "stores": [nearest, behind]}
-    made = planned(situation, "tiers", f"keep {keep} MiB of saved tensors and move the rest", "*", store=store)
-    return replace(made, stays=keep << 20)
+def keeping(explanation: Explanation, room: int, title: str, copies: int = 0, **entry: Any) -> Candidate:
+    """A plan that keeps ``room`` bytes of saved tensors on the device, in whole MiB, and moves the others.
+
+    The limit of the device has ``copies`` bytes more, for copies under way.
+    """
+    store, _ = far_store(explanation.situation, explanation.saved_bytes)
+    below = store["stores"] if store["kind"] == "Tiered" else [store]
+    nearest = {"kind": "OnDevice", "limit": f"{room + copies >> 20} MiB"}
+    tiers = {"kind": "Tiered", "stores": [nearest, *below]}
+    made = planned(explanation.situation, "tiers", title, "*", **entry, store=tiers)
+    return replace(made, stays=room >> 20 << 20)
 
 
 def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
@@ -438,31 +440,17 @@ def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
     return {"kind": "Tiered", "stores": [{"kind": "OnCpu", "limit": f"{HOST >> 30} GiB"}, disk]}, "the host and a disk"
 
 
-def checkpointed(names: Sequence[str]) -> Callable[[nn.Module], None]:
-    """A change of a model: the forward of each of these modules is checkpointed."""
+def checkpointed(names: Sequence[str], before: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
+    """A change of a model: ``before``, and then the forward of each of these modules is checkpointed."""
 
     def change(model: nn.Module) -> None:
+        if before is not None:
+            before(model)
         for name in names:
             module: Any = model.get_submodule(name)
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
     return change
-
-
-def _after(
-    first: Callable[[nn.Module], None] | None, second: Callable[[nn.Module], None]
-) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
-        if first is not None:
-            first(model)
-        second(model)
-
-    return change
-
-
-def _movable(explanation: Explanation) -> int:
-    """The bytes at the peak that a plan may move."""
-    return sum(explanation.peak.by_category.get(each, 0) for each in ("saved for backward", "temporary"))
 
 
 def _batch(explanation: Explanation) -> int:
@@ -476,27 +464,24 @@ def _batch(explanation: Explanation) -> int:
     return max(sizes, key=lambda size: sizes[size], default=1)
 
 
-def groups(explanation: Explanation) -> list[Group]:
-    """The groups of two or more modules of one class inside one module, those that save most first."""
-    rows = explanation.modules
-    found: dict[tuple[int, str], list[int]] = {}
-    for position, row in enumerate(rows):
-        if row.parent >= 0 and row.whole:
-            found.setdefault((row.parent, row.kind), []).append(position)
-    made = []
-    for (parent, kind), members in found.items():
-        inside = [position for position, row in enumerate(rows) if row.parent == parent and row.whole]
-        is_alone = len(inside) == len(members)
-        pattern = f"{rows[parent].name}.*" if is_alone and rows[parent].name else ""
-        nbytes = sum(rows[position].whole for position in members)
-        made.append(Group(tuple(rows[position].name for position in members), kind, pattern, nbytes))
-    several = [each for each in made if len(each.names) > 1]
-    return sorted(several, key=lambda each: (-each.nbytes, len(each.names)))
-
-
 def largest_group(explanation: Explanation) -> Group | None:
-    found = next(iter(groups(explanation)), None)
-    return found if found is not None and 3 * found.nbytes > explanation.saved_bytes else None
+    """The modules of one class inside one module that save most; None if that is less than a third of all."""
+    rows = [row for row in explanation.modules if row.whole]
+    found: dict[tuple[int, str], list[ModuleRow]] = {}
+    for row in rows[1:]:  # the first is the model
+        found.setdefault((row.parent, row.kind), []).append(row)
+
+    def worth(members: list[ModuleRow]) -> tuple[int, int]:
+        return sum(row.whole for row in members), -len(members)
+
+    members = max((each for each in found.values() if len(each) > 1), key=worth, default=[])
+    nbytes = sum(row.whole for row in members)
+    if not members or 3 * nbytes <= explanation.saved_bytes:
+        return None
+    parent, kind = members[0].parent, members[0].kind
+    above = explanation.modules[parent].name
+    is_alone = all(row in members for row in rows if row.parent == parent)
+    return Group(tuple(row.name for row in members), kind, f"{above}.*" if is_alone and above else "", nbytes)
 
 
 # -- estimates
@@ -549,30 +534,14 @@ def _estimate(kind: str, title: str, text: str, saves: int, before: int, code: s
 
 
 def what_if(
-    builder: Builder,
-    explanation: Explanation,
-    advice: Sequence[Advice],
-    points: int = 300,
-    tried: Tried | None = None,
+    explanation: Explanation, advice: Sequence[Advice], tried: Tried, points: int = 300
 ) -> list[dict[str, Any]]:
-    """For each advice that is a hooks file or a checkpoint: the step with it, as a document for the page."""
+    """For each advice that is a hooks file or a checkpoint: its step in ``tried``, as a document for the page."""
     position = {row.name: number for number, row in enumerate(explanation.modules)}
     found = []
     for each in advice:
-        _, step = (tried or {}).get(each.title, ([], None))
-        if step is None and each.yaml:
-            step = _step_with(each.yaml, builder, explanation.situation)
+        _, step = tried.get(each.title, ([], None))
         if step is not None and (each.yaml or each.kind == "checkpoint"):
-            memory = Memory(step, explanation.situation)
-            found.append(
-                {"name": each.title, "yaml": each.yaml or each.code, **memory.to_dict(position.__getitem__, points)}
-            )
+            memory = Memory(step, explanation.situation).to_dict(position.__getitem__, points)
+            found.append({"name": each.title, "yaml": each.yaml or each.code, **memory})
     return found
-
-
-def _step_with(yaml: str, builder: Builder, situation: Situation) -> Step:
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "hooks.yaml"
-        file.write_text(yaml, encoding="utf-8")
-        plan = from_config(file)
-    return record_step(builder, replace(situation, plan=plan))

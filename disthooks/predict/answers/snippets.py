@@ -1,10 +1,8 @@
-"""The lines of an advice that one can paste: Python and YAML."""
+"""The lines of Python of an advice, for pasting."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 
 def checkpoint_code(names: Sequence[str]) -> str:
@@ -45,27 +43,3 @@ def _listed(names: Sequence[str]) -> str:
     dotted = names[0].rpartition(".")[0] + "." if "." in names[0] else ""
     is_numbered = list(names) == [f"{dotted}{i}" for i in range(len(names))]
     return f'[f"{dotted}{{i}}" for i in range({len(names)})]' if is_numbered else repr(list(names))
-
-
-def as_yaml(document: Mapping[str, Any]) -> str:
-    """A configuration as lines of YAML, with one entry of ``save`` after the other.
-
-    >>> print(as_yaml({"save": [{"modules": "layers.*", "store": {"kind": "OnCpu", "limit": "10 GiB"}}]}))
-    save:
-      - modules: "layers.*"
-        store: {kind: OnCpu, limit: 10 GiB}
-    """
-    lines = ["save:"]
-    for entry in document["save"]:
-        for number, (key, value) in enumerate(entry.items()):
-            lines.append(f"  {'-' if number == 0 else ' '} {key}: {_flow(value)}")
-    return "\n".join(lines)
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_flow(each) for each in value) + "]"
-    is_plain = isinstance(value, str) and value.replace(" ", "").replace("/", "").isalnum()
-    return str(value) if is_plain or not isinstance(value, str) else json.dumps(value)

@@ -13,21 +13,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
-from disthooks.predict.answers.advice import Advice, Candidate, Trial, far_store, planned
+from disthooks.predict.answers.advice import Advice, Candidate, Trial, far_store, keeping
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
 
 #: The part of the budget that may be left over when the search for one limit ends, and runs for one limit at most.
 _CLOSE, _RUNS = 0.01, 6
-_WAYS: dict[str, dict[str, Any] | None] = {
-    "move saved tensors": None,
-    "compute cheap tensors again, and move others": {"kind": "Recompute"},
-    "compute cheap tensors and outputs of linear layers again, and move others": {"kind": "Recompute", "products": 1},
+_WAYS: dict[str, dict[str, Any]] = {
+    "move saved tensors": {},
+    "compute cheap tensors again, and move others": {"recompute": {"kind": "Recompute"}},
+    "compute cheap tensors and outputs of linear layers again, and move others": {
+        "recompute": {"kind": "Recompute", "products": 1}
+    },
 }
 
 
@@ -55,7 +56,7 @@ def plan_within(
     if explanation.peak_bytes <= budget:
         return None
     runs: list[Advice] = []
-    trial = Trial(builder, explanation, None, lambda said: said.needed_bytes, progress, {}, 0.0)
+    trial = Trial(builder, explanation, lambda said: said.needed_bytes, progress, {}, 0.0)
     found = [best for way in _WAYS if (best := _largest(trial, explanation, way, budget, runs)) is not None]
     if not found:
         least = min((each.nbytes for each in runs), default=explanation.peak_bytes)
@@ -89,10 +90,5 @@ def _largest(trial: Trial, explanation: Explanation, way: str, budget: int, runs
 
 
 def _candidate(explanation: Explanation, way: str, stays: int) -> Candidate:
-    stays = stays >> 20 << 20
-    store, where = far_store(explanation.situation, explanation.saved_bytes)
-    below = store["stores"] if store["kind"] == "Tiered" else [store]
-    tiers = {"kind": "Tiered", "stores": [{"kind": "OnDevice", "limit": f"{stays >> 20} MiB"}, *below]}
-    entry: dict[str, Any] = {} if _WAYS[way] is None else {"recompute": _WAYS[way]}
-    title = f"{way} to {where}, {stays >> 20} MiB stay"
-    return replace(planned(explanation.situation, "tiers", title, "*", **entry, store=tiers), stays=stays)
+    _, where = far_store(explanation.situation, explanation.saved_bytes)
+    return keeping(explanation, stays, f"{way} to {where}, {stays >> 20} MiB stay", **_WAYS[way])

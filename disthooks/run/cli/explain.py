@@ -90,7 +90,7 @@ def explain(
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
         if output is not None:
-            told["what_if"] = what_if(builder, said, best, tried=tried)
+            told["what_if"] = what_if(said, best, tried)
             pathlib.Path(output).write_text(page("explain", told), encoding="utf-8")
     if as_json:
         document(told)

@@ -20,11 +20,9 @@ from disthooks.predict.answers.advice import (
     advise,
     changes,
     cheapest,
-    groups,
     largest_group,
     what_if,
 )
-from disthooks.predict.answers.snippets import as_yaml
 from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
@@ -75,7 +73,6 @@ def of_kind(found: list[Advice], kind: str) -> Advice:
 def test_groups_are_equal_layers(said: Explanation) -> None:
     group = largest_group(said)
     assert group is not None
-    assert groups(said) == [group]
     assert (len(group.names), group.kind, group.pattern) == (DEEP, "Sequential", "layers.*")
     assert group.nbytes == pytest.approx((2 * DEEP) * SAVED, rel=0.1)
 
@@ -176,12 +173,9 @@ def test_the_top_is_sorted_and_has_each_kind_once(builder: Builder, said: Explan
     assert all(0 < each.saves < said.peak_bytes and each.text for each in top)
 
 
-def test_times_of_cuda_are_those_of_an_h100_if_no_gpu_is_named(builder: Builder, said: Explanation) -> None:
-    def seconds(**given: Any) -> list[float]:
-        return [each.seconds for each in changes(builder, said, limit=8 * SAVED, **given)]
-
-    assert said.situation.device == "cuda"
-    assert seconds() == seconds(device=device_named("h100")) != seconds(device=device_named("a100"))
+def test_times_of_cuda_are_those_of_an_h100_if_no_gpu_is_named(found: list[Advice], said: Explanation) -> None:
+    assert (said.situation.device, said.situation.hardware) == ("cuda", None)
+    assert "(times of H100-SXM-80GB, roughly)" in of_kind(found, "offload").text
 
 
 @pytest.mark.parametrize("rows", [1 << 12, 1 << 20], ids=["the host's calls", "the device"])
@@ -192,14 +186,10 @@ def test_advice_and_explain_say_the_same_seconds(rows: int) -> None:
     assert f"instead of {format_seconds(sum(said.seconds.values()))}" in again.text
 
 
-def test_the_page_has_the_step_of_each_advice_that_can_be_copied(
-    builder: Builder, said: Explanation, found: list[Advice]
-) -> None:
-    steps = what_if(builder, said, [of_kind(found, "offload"), of_kind(found, "checkpoint")])
-    assert [each["yaml"] for each in steps] == [of_kind(found, "offload").yaml]
+def test_the_page_has_the_step_of_each_advice_that_can_be_copied(builder: Builder, said: Explanation) -> None:
     tried: Tried = {}
     best = [of_kind(changes(builder, said, limit=8 * SAVED, tried=tried), kind) for kind in ("offload", "checkpoint")]
-    steps = what_if(builder, said, best, tried=tried)
+    steps = what_if(said, best, tried)
     assert [each["yaml"] for each in steps] == [best[0].yaml, best[1].code]
     assert [each["peak"]["nbytes"] for each in steps] == [each.nbytes for each in best]
 
@@ -253,15 +243,13 @@ def test_the_advice_to_shard_is_a_step_with_fsdp() -> None:
     assert advice.nbytes == explain_built(build, with_fsdp).peak_bytes == said.peak_bytes - advice.saves
 
 
-def test_yaml_of_several_lines() -> None:
-    text = as_yaml(
-        {"save": [{"modules": "*", "codecs": [{"kind": "Cast", "dtype": "bfloat16"}], "store": {"kind": "OnDevice"}}]}
-    )
-    assert text.splitlines() == [
+def test_yaml_has_one_line_for_each_simple_list_and_mapping(found: list[Advice]) -> None:
+    assert of_kind(found, "cast").yaml.splitlines() == [
         "save:",
-        '  - modules: "*"',
-        "    codecs: [{kind: Cast, dtype: bfloat16}]",
-        "    store: {kind: OnDevice}",
+        "- modules: '*'",
+        "  codecs:",
+        "  - {kind: Cast, dtype: bfloat16}",
+        "  store: {kind: OnDevice}",
     ]
 
 
