@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 from disthooks._registry import NOUNS, Kind, base_of, kind_names, near, other_kinds, own_kinds
-from disthooks.config.models import SIZE, Bundle, Hooks
+from disthooks.config.keys import SIZE, Bundle, Hooks
 from disthooks.config.source import Path
 
 FILE = pathlib.Path(__file__).with_name("hooks.schema.json")

@@ -19,12 +19,12 @@ from disthooks._locks import new_lock
 from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError, UsageError
-from disthooks.saved.eligibility import BREAK, nothing_to_hook, reason_never_called, reason_not_to_hook
 from disthooks.saved.hooks import HookSite, SavedTensorHooks
 from disthooks.saved.module_class import attach, detach, refusal, site_of
 from disthooks.saved.pipeline import Droppable, OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_here, proofs_of
 from disthooks.saved.report import SavedReport
+from disthooks.saved.when_to_hook import BREAK, nothing_to_hook, reason_never_called, reason_not_to_hook
 
 F = TypeVar("F", bound=Callable[..., Any])
 

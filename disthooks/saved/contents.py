@@ -41,10 +41,10 @@ from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
 from disthooks.saved.counters import Counters
-from disthooks.saved.eligibility import refuse_capture
 from disthooks.saved.packed import Packed
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.host import memory_of
+from disthooks.saved.when_to_hook import refuse_capture
 
 # All views of one packed value have the same key: the address of the storage object, the version, the region (or the
 # dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py. Equal keys do not say

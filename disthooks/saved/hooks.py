@@ -32,13 +32,13 @@ from disthooks.errors import AttachError
 from disthooks.saved.checkpoints import AroundCheckpoints
 from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
 from disthooks.saved.decide import NO_WEIGHTS, SMALL_COPY, Decides, Decision, keep_because
-from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
 from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Nature, Packed
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.context import RecomputeContext, Recomputed
 from disthooks.saved.recompute.graph import annotate
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import AutocastCopy, ModuleWeights
+from disthooks.saved.when_to_hook import BREAK, reason_not_to_hook, refuse_capture
 
 _Held = TypeVar("_Held")
 

@@ -14,8 +14,8 @@ from torch import nn
 from disthooks._locks import new_lock
 from disthooks._torch import forget_compiled, uncompiled
 from disthooks.errors import AttachError
-from disthooks.saved.eligibility import nothing_to_hook
 from disthooks.saved.hooks import HookSite
+from disthooks.saved.when_to_hook import nothing_to_hook
 
 # [Note: the class's own call]
 # `model(x)` calls `type(model).__call__`, and nothing that is set on the module itself comes before that. An attached

@@ -10,11 +10,11 @@ from torch import nn
 
 from disthooks._torch import metadata_being_loaded, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.eligibility import nothing_to_hook, reason_never_called
 from disthooks.saved.hooks import HookSite
 from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_of
 from disthooks.saved.report import SavedReport
+from disthooks.saved.when_to_hook import nothing_to_hook, reason_never_called
 
 # torch's own activation wrappers use this name. Its distributed checkpoints and FSDP strip it from names (decision 7).
 _INNER = "_checkpoint_wrapped_module"

@@ -297,7 +297,7 @@ def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None
 @pytest.mark.usefixtures("one_thread")
 def test_bits_are_those_of_blocks_that_are_compiled_one_by_one(to: Any, monkeypatch: Any) -> None:
     """Inductor fuses across the blocks of a loop when it has the whole model, and not where the graph breaks."""
-    monkeypatch.setattr("disthooks.saved.eligibility._said", set())
+    monkeypatch.setattr("disthooks.saved.when_to_hook._said", set())
     alone = steps(blocks(Loop(), "inductor"))
     saving = dh.save_activations(model := Loop(), ["first", "second"], to)
     with pytest.warns(UserWarning, match="not bit for bit those of the model compiled whole") as told:

@@ -20,7 +20,7 @@ import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import tape as tapes
-from disthooks.saved.stores.read_ahead import ReadAhead
+from disthooks.saved.stores.disk_read_ahead import ReadAhead
 from disthooks.saved.stores.scratch_file import CHUNK
 from tests.support.models import identical
 from tests.support.stores.copies import Copies

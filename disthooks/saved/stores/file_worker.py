@@ -26,10 +26,10 @@ from disthooks._locks import Shared
 from disthooks._streams import work_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.copies import Coming, Outgoing
+from disthooks.saved.stores.disk_read_ahead import ReadAhead
 from disthooks.saved.stores.group_files import GroupFiles
 from disthooks.saved.stores.host import PAGE, pool_of
 from disthooks.saved.stores.order import PerThread
-from disthooks.saved.stores.read_ahead import ReadAhead
 from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile, Waste
 from disthooks.saved.stores.tape import (
     FAILED,
