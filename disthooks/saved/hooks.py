@@ -5,7 +5,7 @@ A ``HookSite`` is a place where hooks open around calls: a module, a function, a
 
 # [Note: hooks step back]
 # Where hooks would do harm or no good, a call runs without them and is counted with the reason
-# (`when_to_hook.reason_not_to_hook`). Inside a non-reentrant checkpoint they would defeat it, because its own hooks have
+# (`when_to_hook.reason_not_to_hook`). Inside a non-reentrant checkpoint they would defeat it: its own hooks have
 # to be on top. Inside a backward (a reentrant checkpoint, a reversible block) the saved tensors are used at once
 # (decision 20). In a transform of torch.func the tensors have no memory that could be copied. If two attachments are
 # open, the inner one gets the saved tensors.

@@ -178,7 +178,6 @@ def cheapest(
     builder: Builder,
     explanation: Explanation,
     limit: int,
-    measure: Callable[[Explanation], int] = lambda explanation: explanation.needed_bytes,
     progress: Callable[[str], None] | None = None,
     tried: Tried | None = None,
 ) -> Advice | None:
@@ -187,7 +186,7 @@ def cheapest(
     A change with other gradients is chosen only if no exact change is enough, and one with more devices only if no
     other exact change is enough. An estimated change is chosen only if no change that was tried is enough.
     """
-    found = changes(builder, explanation, limit=limit, measure=measure, progress=progress, tried=tried)
+    found = changes(builder, explanation, limit=limit, progress=progress, tried=tried)
     enough = [each for each in found if each.nbytes <= limit]
 
     def order(each: Advice) -> tuple[bool, bool, bool, float]:
@@ -201,20 +200,19 @@ def changes(
     explanation: Explanation,
     *,
     limit: int | None = None,
-    measure: Callable[[Explanation], int] = lambda explanation: explanation.needed_bytes,
     patience: float = 60.0,
     progress: Callable[[str], None] | None = None,
     tried: Tried | None = None,
 ) -> list[Advice]:
     """All changes that make the peak lower, the best first. :func:`advise` describes the arguments."""
-    trial = Trial(builder, explanation, measure, progress, {} if tried is None else tried)
+    trial = Trial(builder, explanation, progress, {} if tried is None else tried)
     end = time.monotonic() + patience
     found: list[Advice] = []
     for each in _candidates(explanation):
         found += trial.of(each)
         if time.monotonic() > end:
             break
-    if limit is not None and measure(explanation) > limit:
+    if limit is not None and explanation.needed_bytes > limit:
         offloaded = [advice for advice in found if advice.kind == "offload" and advice.nbytes < limit]
         if offloaded:
             room = limit - offloaded[0].nbytes
@@ -236,13 +234,12 @@ class Trial:
         self,
         builder: Builder,
         explanation: Explanation,
-        measure: Callable[[Explanation], int],
         progress: Callable[[str], None] | None,
         tried: Tried,
         least: float = LEAST,
     ) -> None:
         self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
-        self._least, self._measure, self._before = least, measure, measure(explanation)
+        self._least, self._before = least, explanation.needed_bytes
         situation = explanation.situation
         self._device = situation.hardware or device_named(USUAL if situation.device == "cuda" else "cpu")
         self._seconds = self._seconds_of(explanation.record)
@@ -261,7 +258,7 @@ class Trial:
         except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
             self._say(f"{candidate.title}: not possible: {error}")
             return [], None
-        nbytes = self._measure(Explanation(self._builder.name, candidate.situation, step))
+        nbytes = Explanation(self._builder.name, candidate.situation, step).needed_bytes
         record, stored = step.record, 0 if step.planned is None else step.planned.report().stored
         saves = self._before - nbytes
         self._say(f"{candidate.title}: {format_bytes(nbytes)}")

@@ -30,17 +30,10 @@ from disthooks.predict.run import Situation, record_step
 
 #: The search tries no larger size than this.
 MOST = 1 << 20
-#: Bytes of an explanation that have to fit into the limit.
-MeasureOf = Callable[[Explanation], int]
 Progress = Callable[[str], None]
 
 _FARTHER = 16  # the search tries no size that is so many times the largest that is known to fit
 _CALLED: dict[What, str] = {"batch": "batch", "seq": "sequence"}
-
-
-def peak(explanation: Explanation) -> int:
-    """The highest peak of all steps, in bytes. :func:`fits` compares it with the limit, unless ``measure`` is given."""
-    return explanation.needed_bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class Probe:
 
     Attributes:
         size: the size.
-        nbytes: its measure in bytes; 0 if the model refused the size.
+        nbytes: the highest peak of its steps; 0 if the model refused the size.
         refusal: why the model refused it; "" if it ran.
     """
 
@@ -151,7 +144,6 @@ def fits(
     situation: Situation,
     limit: int,
     *,
-    measure: MeasureOf = peak,
     sizes: Iterable[What] = ("batch", "seq"),
     most: int = MOST,
     patience: float = 120.0,
@@ -178,7 +170,7 @@ def fits(
         raise UsageError(f"the limit of memory must be positive, not {limit}")
     if explanation is None:
         explanation = explain_built(builder, situation)
-    given = measure(explanation)
+    given = explanation.needed_bytes
     if progress is not None:
         progress(f"as it is: {format_bytes(given)}")
     largest: dict[What, Largest] = {}
@@ -188,12 +180,12 @@ def fits(
         except UsageError as error:
             largest[what] = Largest(what, None, 0, None, None, "unset", str(error), 0)
             continue
-        search = _Search(builder, situation, limit, what, measure, most, progress)
+        search = _Search(builder, situation, limit, what, most, progress)
         search.know(start, explanation)
         largest[what] = search.largest(start, patience)
     change = None
     if given > limit:
-        change = cheapest(builder, explanation, limit, measure, progress, tried=tried)
+        change = cheapest(builder, explanation, limit, progress, tried=tried)
     return Fits(limit, explanation, given, largest.get("batch"), largest.get("seq"), change)
 
 
@@ -206,17 +198,16 @@ class _Search:
         situation: Situation,
         limit: int,
         what: What,
-        measure: MeasureOf,
         most: int,
         progress: Progress | None,
     ) -> None:
         self._builder, self._situation, self._limit, self._what = builder, situation, limit, what
-        self._measure, self._most, self._progress = measure, most, progress
+        self._most, self._progress = most, progress
         self._probes: dict[int, Probe] = {}
         self._low, self._high, self._unit, self._start = 0, most + 1, 1, 1  # low fits, and high does not
 
     def know(self, size: int, explanation: Explanation) -> Probe:
-        probe = self._probes[size] = Probe(size, self._measure(explanation))
+        probe = self._probes[size] = Probe(size, explanation.needed_bytes)
         return probe
 
     def at(self, size: int) -> Probe:
@@ -226,19 +217,14 @@ class _Search:
             return found
         try:
             wanted: dict[str, Any] = {self._what: size}
-            found = self.know(size, self._explained(replace(self._situation, **wanted)))
+            situation = replace(self._situation, **wanted)
+            found = self.know(size, Explanation(self._builder.name, situation, record_step(self._builder, situation)))
         except UsageError as error:
             found = self._probes[size] = Probe(size, 0, str(error))
         if self._progress is not None:
             said = found.refusal or f"{format_bytes(found.nbytes)}, {'fits' if self.does_fit(found) else 'too much'}"
             self._progress(f"{_CALLED[self._what]} {size}: {said}")
         return found
-
-    def _explained(self, situation: Situation) -> Explanation:
-        """The step; only as it is with the plan, unless a measure of the user's may ask for more than the peak."""
-        if self._measure is peak:
-            return Explanation(self._builder.name, situation, record_step(self._builder, situation))
-        return explain_built(self._builder, situation)
 
     def does_fit(self, probe: Probe) -> bool:
         """Whether the step ran and its bytes are within the limit."""

@@ -56,7 +56,7 @@ def plan_within(
     if explanation.peak_bytes <= budget:
         return None
     runs: list[Advice] = []
-    trial = Trial(builder, explanation, lambda said: said.needed_bytes, progress, {}, 0.0)
+    trial = Trial(builder, explanation, progress, {}, 0.0)
     found = [best for way in _WAYS if (best := _largest(trial, explanation, way, budget, runs)) is not None]
     if not found:
         least = min((each.nbytes for each in runs), default=explanation.peak_bytes)

@@ -11,7 +11,6 @@ from torch import nn
 
 from disthooks.errors import UsageError
 from disthooks.predict.answers.fits import fits
-from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.run import Situation
 from tests.support import oracle, zoo
@@ -171,20 +170,6 @@ def test_a_step_that_is_too_large_comes_down() -> None:
     assert down is not None
     assert up is not None
     assert down.size == up.size
-
-
-def test_another_measure_that_is_not_even_monotonous_has_an_exact_answer() -> None:
-    def rounded(explanation: Explanation) -> int:
-        nbytes = explanation.peak_bytes
-        return -(-nbytes // 65536) * 65536 - (nbytes % 3) * 1000
-
-    builder, limit = Builder(mlp(), (torch.empty(8, 64),)), 1 << 21
-    found = fits(builder, ON_CPU, limit, measure=rounded, sizes=["batch"]).batch
-    assert found is not None
-    assert found.next_nbytes is not None
-    assert found.size is not None
-    assert found.nbytes <= limit < found.next_nbytes
-    assert found.next_size == found.size + 1
 
 
 def test_impatience_ends_the_search_and_says_so() -> None:
