@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation("grads/step.py", "grad.copy_(copy * scale)", "grad.copy_(copy)", "tests/engines tests/laws"),
     Mutation(
         "grads/plan.py",
-        "if rule.measures() and rewritten_here & set(indices):",
+        "if bound.rule.measures() and rewritten & set(bound.indices):",
         "if False:",
         "tests/unit/grads tests/laws",
     ),
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     # watching, configuration, launching, predictions, integrations
     Mutation(
-        "watch/finite.py",
+        "report/watch/finite.py",
         "return outputs.isnan() | (outputs.isneginf() & inputs.isfinite())",
         "return outputs.isnan()",
         "tests/unit/report",
@@ -102,7 +102,7 @@ MUTATIONS = (
         "config/source.py", "line: int = node.start_mark.line", "line: int = node.end_mark.line", "tests/unit/config"
     ),
     Mutation(
-        "launcher/failure_report.py",
+        "run/launcher/failure_report.py",
         "return min(failed, key=order) if failed else None",
         "return failed[0] if failed else None",
         "tests/end_to_end/test_launch.py",

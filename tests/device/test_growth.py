@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
-from disthooks.saved.attach import Saving
+from disthooks.saved.attach import SavingHandle
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.host import pool_of
 from tests.support.models import Tiny, tokens
@@ -36,7 +36,7 @@ def pinned(device: torch.device) -> int:
     return pool.in_use + others
 
 
-def used(device: torch.device, saving: Saving) -> tuple[int, int]:
+def used(device: torch.device, saving: SavingHandle) -> tuple[int, int]:
     gc.collect()
     torch.accelerator.synchronize()  # first: what is still being copied is still held
     saving.report()  # reads the errors of codecs, which until then are scalars on the device
