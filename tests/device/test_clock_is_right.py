@@ -23,6 +23,7 @@ from tests.support.sim.clock import Event, Machine, Policy, Rates, Saved, Tape, 
 from tests.support.sim.planned import PlannedTiered
 from tests.support.sim.policies import EverythingOut
 
+pytestmark = pytest.mark.full_tier
 KIB = 1 << 10
 FAST = Rates(to_host=1e18, to_device=1e18, disk_write=1e18, disk_read=1e18, copy_s=0.0)
 
@@ -133,7 +134,6 @@ def test_oncpu_moves_what_its_model_moves_in_the_same_order(sim: torch.device) -
     assert found.peak == pytest.approx(expected.peak, abs=max(saved.nbytes for saved in tape.saved))
 
 
-@pytest.mark.full_tier(share=(0.3, 0.6, 0.8))
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.8])
 def test_tiered_follows_the_plan_as_its_model_does(sim: torch.device, share: float) -> None:
     """The same copies in the same order, in both directions; the first step has no plan."""
@@ -151,7 +151,6 @@ def test_tiered_follows_the_plan_as_its_model_does(sim: torch.device, share: flo
             assert found.peak <= limit + largest, "the tensor that is put, or read, is there already"
 
 
-@pytest.mark.full_tier
 def test_lengths_that_vary_are_planned_as_in_the_model(sim: torch.device) -> None:
     tapes = [layers(8, length) for length in (8, 6, 8, 6, 7, 5)]
     limit = int(0.55 * tapes[0].nbytes)  # at a half, the rounding of the first guess decides about one tensor

@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 import disthooks as dh
 from tests.support import ROOT
 
+pytestmark = pytest.mark.full_tier
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
@@ -177,7 +179,6 @@ PROMISES = [
 ]
 
 
-@pytest.mark.full_tier
 @pytest.mark.parametrize(("extra", "command", "says"), PROMISES)
 def test_with_an_extra(extra: str, command: list[str], says: str, built: pathlib.Path, tmp_path: pathlib.Path) -> None:
     python = _bare(tmp_path / "venv", next(built.glob("*.whl")), *extra.split(","))
@@ -202,7 +203,6 @@ moved: int = saving.report().moved
 """
 
 
-@pytest.mark.full_tier
 def test_a_users_strict_mypy(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """The types of what users call are known, and wrong arguments are found."""
     python = _bare(tmp_path / "venv", next(built.glob("*.whl")))

@@ -16,6 +16,7 @@ from disthooks.report.page.page import page
 from tests.support.browser import Browser, browser
 from tests.support.pages import full_document, plain_document
 
+pytestmark = pytest.mark.full_tier  # two tests of it belong to the second tier
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
@@ -69,6 +70,7 @@ def visible(chromium: Browser, document: dict[str, Any]) -> set[str]:
     return {row["module"] for row in document["modules"] if row["whole"] * width >= 1.2 * document["saved"]}
 
 
+@pytest.mark.second_tier
 def test_the_page_loads_one_file_and_complains_about_nothing(shown: Browser) -> None:
     assert shown.problems() == []
     assert [address.rsplit("/", 1)[1] for address in shown.requests() if not address.startswith("data:")] == [
@@ -343,6 +345,7 @@ def test_a_time_is_shown_only_if_one_is_known(seconds: float, chromium: Browser,
     assert ("Time of a step" in text(chromium, "#head")) == (seconds > 0)
 
 
+@pytest.mark.second_tier
 def test_a_name_runs_nothing(chromium: Browser, full: dict[str, Any], tmp_path: pathlib.Path) -> None:
     rows = [{**row, "module": row["module"] + EVIL, "class": EVIL} for row in full["modules"]]
     show(chromium, {**full, "model": EVIL, "modules": rows, "warnings": [EVIL]}, tmp_path)

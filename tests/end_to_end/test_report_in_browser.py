@@ -14,6 +14,8 @@ from disthooks.run.cli.app import app
 from tests.support.browser import Browser, browser
 from tests.support.logs import EVIL, log
 
+pytestmark = pytest.mark.full_tier  # two tests of it belong to the second tier
+
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
@@ -61,6 +63,7 @@ def shown(chromium: Browser, tmp_path: pathlib.Path) -> Browser:
     return chromium
 
 
+@pytest.mark.second_tier
 def test_the_page_begins_with_the_verdict_and_what_to_do(shown: Browser) -> None:
     said = text(shown, "#verdict")
     assert said.startswith("Step 150 on rank 1: the output of blocks.3.a jumped to ")
@@ -261,6 +264,8 @@ def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, t
     } <= set(totals)
 
 
+@pytest.mark.second_tier
+@pytest.mark.full_tier(layers=(10_000, 1))
 @pytest.mark.parametrize(
     ("steps", "layers", "evil"),
     [(60, 24, EVIL), (60, 24, "\"'&<b>漢字\u202e"), (6, 10_000, ""), (1, 3, "")],

@@ -51,6 +51,7 @@ def test_every_page_can_be_reached(site: pathlib.Path) -> None:
     assert [name for name in linked if f'href="{name.removesuffix(".md")}.html' not in front] == []
 
 
+@pytest.mark.full_tier
 def test_every_page_renders_and_asks_for_nothing_outside(site: pathlib.Path, chromium: Browser) -> None:
     pages = [page for page in site.rglob("*.html") if not {"_modules", "_static", "search.html"} & {*page.parts}]
     assert len(pages) > 50
@@ -77,6 +78,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.full_tier
 def test_the_search_finds_a_name(site: pathlib.Path, served: str, chromium: Browser) -> None:
     chromium.open(site / "index.html")
     assert chromium.run("document.querySelector('.sidebar-search-container').getAttribute('action')") == "search.html"
@@ -89,6 +91,7 @@ def test_the_search_finds_a_name(site: pathlib.Path, served: str, chromium: Brow
     assert chromium.problems() == []
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_front_page_shows_what_it_is(scheme: str, site: pathlib.Path, chromium: Browser) -> None:
     chromium.prefer(scheme)
@@ -100,6 +103,7 @@ def test_the_front_page_shows_what_it_is(scheme: str, site: pathlib.Path, chromi
     chromium.prefer("light")
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize("width", [390, 1280])
 def test_options_in_tables_are_in_one_line(width: int, site: pathlib.Path, chromium: Browser) -> None:
     chromium.resize(width, 900)
@@ -111,6 +115,7 @@ def test_options_in_tables_are_in_one_line(width: int, site: pathlib.Path, chrom
     chromium.resize(1280, 900)
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_light_dark_and_narrow(scheme: str, width: int, site: pathlib.Path, chromium: Browser) -> None:

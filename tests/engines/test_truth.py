@@ -36,6 +36,8 @@ TWO.remove(("tp", "tied"))  # parallelize_module gives the two names a parameter
 TWO += [("fsdp1", situation) for situation in SITUATIONS] + [("fsdp1none", "no_sync"), ("fsdp1flatnone", "frozen")]
 # an optimizer cannot hold a part of a flat parameter
 TWO += [("fsdp1flat", situation) for situation in SITUATIONS if situation not in ("groups", "subset")]
+#: The situations that FSDP1 meets in the full tier alone.
+RARE = ("step", "accumulated", "frozen", "tied", "subset")
 FOUR = [("hsdp", situation) for situation in ("step", "no_sync", "tied")]
 FOUR += [("fsdp1hybrid", "no_sync"), ("fsdp1hybrid", "groups"), ("fsdp1flathybrid", "accumulated")]
 FOUR += [("tp+fsdp2", situation) for situation in ("step", "no_sync", "groups")]
@@ -65,6 +67,7 @@ def equal_to_one_process(found: dict[str, Any], situation: str, world: int) -> N
         assert close(grads, their_grads, 1e-11), name
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"), situation=RARE)
 @pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.parametrize(("engine", "situation"), TWO)
 def test_two_ranks(ranks: Ranks, engine: str, situation: str) -> None:

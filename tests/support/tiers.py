@@ -6,7 +6,7 @@ on its file, and otherwise by its folder:
 
 - ``@pytest.mark.second_tier``: the test takes long, needs a framework, or is one of many of its kind;
 - ``@pytest.mark.full_tier``: only ``make test-full`` runs it, before a release; ``full_tier(ranks=(4,))``: those with
-  these parameters;
+  these parameters. In a file that has this mark, a test with ``second_tier`` still belongs to the second tier;
 - ``@pytest.mark.first_tier``: ``make test`` runs it;
 - ``@pytest.mark.first_tier(engine=("ddp", "fsdp2"))``: ``make test`` runs it with these parameters only;
 - without a mark: the folders in :data:`SECOND` belong to the second tier, all others to the first.
@@ -62,8 +62,11 @@ def tier_of(item: pytest.Item) -> str:
     """``"first"``, ``"second"`` or ``"full"``."""
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params if callspec else {}
-    if is_full(item.iter_markers(), parameters):
-        return FULL
+    for node in reversed(item.listchain()):  # the test itself, then its class and its file
+        if is_full(node.own_markers, parameters):
+            return FULL
+        if any(mark.name in ("first_tier", "second_tier") for mark in node.own_markers):
+            break
     return FIRST if is_first(item.path, item.iter_markers(), parameters) else REST
 
 

@@ -18,6 +18,7 @@ from tests.support.sim.clock import Machine, Memory, Policy, Rates, Result, Save
 from tests.support.sim.planned import Planned, PlannedTiered
 from tests.support.sim.policies import EverythingOut, NearTheLimit
 
+pytestmark = pytest.mark.full_tier
 RATES = Rates(device=100.0, to_host=10.0, to_device=10.0, disk_write=5.0, disk_read=5.0, flops=1000.0, copy_s=0.0)
 TAPES = ROOT / "benchmarks" / "tapes"
 
