@@ -20,9 +20,9 @@ from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
 from disthooks.saved.pipeline import pipeline
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
-from tests.support.models import Block, Tiny, identical, tokens
+from tests.support.models import Block, Tiny, identical
 from tests.support.ranks.harness import Ranks
-from tests.support.ranks.proof import FEW, FEW_GOOD, GOOD, HOWS, alive_with_and_without, prove, run, trainer, wrap
+from tests.support.ranks.proof import FEW, FEW_GOOD, GOOD, HOWS, alive_with_and_without, prove, run, trainer
 
 pytestmark = pytest.mark.dist
 
@@ -129,55 +129,6 @@ def test_with_activation_checkpoints(ranks: Ranks, how: str, tmp_path: pathlib.P
     inputs = 2 * 2 * 4 * 32 * 64 * 4
     expected = (0, 0, {"checkpoint": 8}) if how == "before" else (inputs, 0, {})
     assert ranks(_checkpointed, how, str(tmp_path)) == [(True, *expected)] * 2
-
-
-def _trained(how: str, seed: int, rank: int, folder: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = Tiny()
-    kinds: set[type[nn.Module]] = {Block}
-    if how == "wrappers":
-        # FSDP outside the wrapper: inside one, torch's own too, set_state_dict does not find the optimizer's names
-        kinds = {dh.SaveWith}
-        wrap(model, dh.OnDisk(folder))
-    elif how == "in place":
-        dh.save_activations(model, "blocks.*", dh.OnDisk(folder))
-    model = _fsdp(model, kinds=kinds)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(tokens(seed=rank)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def _checkpoint(rank: int, one: str, two: str, folder: str) -> tuple[list[str], list[str], bool, bool]:
-    """From one model to another; names, and whether all of it arrived."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    source, source_optimizer = _trained(one, 1, rank, folder)
-    target, target_optimizer = _trained(two, 2, rank, folder)
-    model_state, optimizer_state = get_state_dict(source, source_optimizer)
-    names = sorted(model_state), sorted(optimizer_state["state"])
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/checkpoint")
-    model_state, optimizer_state = get_state_dict(target, target_optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
-    set_state_dict(target, target_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    pairs = list(zip(source.parameters(), target.parameters(), strict=True))
-    moments = [
-        torch.equal(source_optimizer.state[a]["exp_avg"], target_optimizer.state[b]["exp_avg"])
-        for a, b in pairs
-        if a.numel() and b.numel()
-    ]
-    return *names, all(torch.equal(a, b) for a, b in pairs), len(moments) > 0 and all(moments)
-
-
-@pytest.mark.parametrize("how", ["in place", "wrappers"])
-def test_a_distributed_checkpoint_goes_both_ways(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
-    names = sorted(Tiny().state_dict())
-    for one, two in [(how, "plain"), ("plain", how)]:
-        folder = tmp_path / one
-        folder.mkdir()
-        assert ranks(_checkpoint, one, two, str(folder)) == [(names, names, True, True)] * 2
 
 
 def _consolidated(rank: int, orig: bool, folder: str) -> list[str]:
