@@ -8,7 +8,6 @@ The gradients are those without hooks, or an error says what to do.
 from __future__ import annotations
 
 import functools
-import gc
 import pathlib
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,6 @@ import disthooks as dh
 from disthooks.saved.attach import SavingHandle
 from disthooks.saved.pipeline import pipeline
 from tests.support.models import Block, Recurrent, Tiny, identical, step, tokens
-from tests.support.stores.pairs import Pair, ones
 
 pytestmark = pytest.mark.any_device
 
@@ -287,29 +285,6 @@ def test_gradients_of_a_lazy_model_name_the_remedy() -> None:
 
 
 # --- Activation checkpoints, inside the hooks and around them
-
-
-def _grad(y: torch.Tensor, x: torch.Tensor) -> tuple:
-    """Reentrant checkpoints refuse ``autograd.grad``."""
-    x.grad = None
-    y.sum().backward()
-    return (x.grad,)
-
-
-@pytest.mark.first_tier(pair=("disk, saving", "disk, SaveWith"))
-@pytest.mark.filterwarnings("ignore:disthooks stepped back")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_inside_and_around_the_hooks_are_exact(reentrant: bool, pair: Pair) -> None:
-    x = ones(5)
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: x.exp().square(), x, use_reentrant=reentrant)
-
-    for call in (lambda: pair(inner, x), lambda: checkpoint(lambda x: pair(inner, x), x, use_reentrant=reentrant)):
-        (grad,) = torch.autograd.grad(call().sum(), x) if not reentrant else _grad(call(), x)
-        torch.testing.assert_close(grad, 2 * x.detach().exp().square())
-    gc.collect()
-    assert pair.held == 0
 
 
 def _selective() -> object:

@@ -40,12 +40,6 @@ def test_parameters_and_their_views_stay(tmp_path: pathlib.Path) -> None:
     assert report.kept_by["parameter"] == 3 * weight.nbytes
 
 
-def test_a_linear_layer_stores_its_input_alone(tmp_path: pathlib.Path) -> None:
-    layer = nn.Linear(64, 64)
-    x = torch.randn(8, 64, requires_grad=True)
-    assert _stored(tmp_path, lambda: layer(x)).stored == x.nbytes
-
-
 def test_a_buffer_and_a_detached_weight_stay(tmp_path: pathlib.Path) -> None:
     class Masked(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -215,14 +215,6 @@ def test_parts_that_are_saved_together_are_stored_as_one(tmp_path: pathlib.Path)
         _assert_same(one, view)
 
 
-def test_a_part_of_what_is_stored_whole_is_not_stored_again(tmp_path: pathlib.Path) -> None:
-    x = torch.randn(4, 96)
-    saved, node = _saved(tmp_path, x, x[:, 8:16], x[:2, 90:])
-    assert saved.report().stored == x.nbytes
-    for one, view in zip(node.saved_tensors, (x, x[:, 8:16], x[:2, 90:]), strict=True):
-        _assert_same(one, view)
-
-
 def test_parts_that_are_little_of_their_storage_do_not_pull_the_rest_along(tmp_path: pathlib.Path) -> None:
     x = torch.randn(16, 96)
     views = [x[:, 8:24], x[:, 40:56], x[:2]]
@@ -353,21 +345,6 @@ def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, m
         go_on.set()
         store.wait()
         assert torch.equal(output.grad_fn.saved_tensors[0], torch.ones_like(tensor))
-
-
-def test_a_tensor_whose_memory_is_exchanged_is_another_content(tmp_path: pathlib.Path) -> None:
-    """``t.data = other`` keeps tensor and version.
-
-    The new memory often lies at the address that was just given back.
-    """
-    batch, anchor, outputs = torch.zeros(8, 8), torch.zeros(8, 8, requires_grad=True), []
-    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)):
-        for i in range(300):
-            batch.data = torch.full((8, 8), float(i))
-            outputs.append(anchor * batch)
-            anchor.exp()  # the next operator: the one before is stored
-    for i, output in enumerate(outputs):
-        assert output.grad_fn._saved_other[0, 0] == i
 
 
 def test_an_entry_that_is_going_is_not_found(tmp_path: pathlib.Path) -> None:
@@ -638,12 +615,6 @@ class Round(Codec):
 
 
 def test_what_a_codec_leaves_is_not_written_to_by_a_reader() -> None:
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(y)
-            return x * 1
-
     with dh.saving(Round(), dh.OnCpu()):
         output = Save.apply(torch.ones(1, requires_grad=True), torch.full((64, 64), 3.0))
     output.grad_fn.saved_tensors[0].zero_()

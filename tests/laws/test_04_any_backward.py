@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 import pathlib
-import threading
 import weakref
 from typing import Any
 
@@ -25,6 +24,7 @@ from disthooks._torch import top_hooks
 from disthooks.saved.pipeline import pipeline
 from tests.support.functions import Prepared
 from tests.support.stores.pairs import Pair, ones, run
+from tests.support.threads import together
 
 pytestmark = pytest.mark.any_device
 
@@ -42,27 +42,6 @@ def graph(tmp_path: pathlib.Path) -> tuple[torch.Tensor, torch.Tensor, dh.saving
     return x, y, saved
 
 
-def test_a_retained_graph_runs_again(graph: tuple) -> None:
-    x, y, saved = graph
-    first = torch.autograd.grad(y, x, retain_graph=True)[0]
-    second = torch.autograd.grad(y, x)[0]
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, 2 * x.detach().exp().square())
-    assert saved.report().held == 0
-
-
-def test_a_double_backward_is_right(tmp_path: pathlib.Path) -> None:
-    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    line = pipeline(dh.OnDisk(tmp_path), at_least=0)
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        with dh.saving(line):
-            return (x.exp() @ x.sin()).square()
-
-    assert torch.autograd.gradcheck(f, (x,))
-    assert torch.autograd.gradgradcheck(f, (x,))
-
-
 def test_grad_fn_is_read_any_number_of_times(graph: tuple) -> None:
     x, y, _ = graph
     square = y.grad_fn.next_functions[0][0]
@@ -71,14 +50,6 @@ def test_grad_fn_is_read_any_number_of_times(graph: tuple) -> None:
     y.backward()
     with pytest.raises(RuntimeError, match="freed"):
         _ = square._saved_self
-
-
-def test_a_backward_runs_in_another_thread(graph: tuple) -> None:
-    x, y, _ = graph
-    thread = threading.Thread(target=y.backward)
-    thread.start()
-    thread.join()
-    torch.testing.assert_close(x.grad, 2 * x.detach().exp().square())
 
 
 def test_a_graph_is_dropped_without_backward(tmp_path: pathlib.Path) -> None:
@@ -255,11 +226,7 @@ def test_a_graph_is_read_in_many_threads(pair: Pair) -> None:
     def read(y: torch.Tensor) -> None:
         found.extend(torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(50))
 
-    threads = [threading.Thread(target=read, args=(y,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert set(together([functools.partial(read, y)] * 4)) == {None}
     assert len(found) == 200
     assert all(torch.equal(grad, truth) for grad in found)
     del y

@@ -3,8 +3,8 @@
 "Bytes are released when the graph node releases them. Files are anonymous from birth: a process that is killed
 (SIGKILL too) leaves none."
 
-This file shows it without the garbage collector, in the store and in memory, however a step or a process ends. Its
-sibling shows it for the threads and the files of a disk.
+This file shows it without the garbage collector, in the store and in memory, however a step ends. Its sibling shows it
+for the threads and the files of a disk, and for a process that ends while it writes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import contextlib
 import gc
 import os
 import pathlib
-import signal
-import subprocess
 import sys
 import types
 import weakref
@@ -62,48 +60,6 @@ def test_nothing_is_counted_after_a_destructor_was_interrupted(monkeypatch: pyte
         sys.settrace(before)
     assert interrupted
     assert saved.report().held == 0
-
-
-def test_half_of_a_graph_releases_half(tmp_path: pathlib.Path) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(dh.OnDisk(tmp_path)) as saved:
-        one, two = x.exp(), x.tan()
-    held = saved.report().held
-    one.sum().backward()
-    assert 0 < saved.report().held < held
-    two.sum().backward()
-    assert saved.report().held == 0
-
-
-def _end(model: torch.nn.Module, end: str) -> None:
-    if end in ("forward fails", "interrupted"):
-        kind = ValueError if end == "forward fails" else KeyboardInterrupt
-
-        def fail(*_: object) -> None:
-            raise kind
-
-        model.blocks[1].mlp[1].register_forward_hook(fail)
-    y = model(tokens())
-    if end == "backward interrupted":
-
-        def interrupt(_: torch.Tensor) -> None:
-            raise KeyboardInterrupt
-
-        model.embed.weight.register_hook(interrupt)
-    if end != "dropped":
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("end", ["backward", "dropped", "forward fails", "interrupted", "backward interrupted"])
-def test_bytes_go_with_the_graph(end: str, tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path)
-    model = Tiny()
-    with dh.save_activations(model, "blocks.*", store) as saving, contextlib.suppress(ValueError, KeyboardInterrupt):
-        _end(model, end)
-    if end not in ("forward fails", "interrupted"):
-        assert saving.report().moved > 10_000
-    assert saving.report().held == 0
-    assert store.budget.held == 0
 
 
 def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:
@@ -397,20 +353,6 @@ def test_a_graph_outlives_what_made_it(gone: str, make: Callable[..., Step]) -> 
         assert soon(lambda: watch.alive() == 0)
 
 
-def test_hooks_are_removed_while_a_graph_is_alive(tmp_path: pathlib.Path) -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8)
-    (truth,) = torch.autograd.grad(model(x).sum(), model[0].weight)
-    store = dh.OnDisk(tmp_path)
-    saving = dh.save_activations(model, "", pipeline(store, at_least=0))
-    loss, account = model(x).sum(), store.budget
-    saving.remove()
-    del store
-    assert saving.report().held == 2 * x.nbytes
-    assert account.held == 2 * 4096  # a file has whole pages
-    assert torch.equal(torch.autograd.grad(loss, model[0].weight)[0], truth)
-    assert saving.report().held == account.held == 0
-
-
 class Keeps(nn.Module):
     """Keeps its last output, as many models do for a loss or a picture."""
 
@@ -549,30 +491,6 @@ def test_an_abandoned_generator_leaves_nothing(kind: str, how: str, tmp_path: pa
     assert (saved.report().held, account()) == (0, 0)
 
 
-class Stages(nn.Module):
-    """A forward that gives its stages one by one."""
-
-    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        for _ in range(3):
-            x = x.exp()
-            yield x
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_an_abandoned_generator_module_leaves_nothing(kind: str, tmp_path: pathlib.Path) -> None:
-    """The hooks of the module are off while the code of its consumer runs."""
-    to, account = line(kind, tmp_path)
-    model = dh.SaveWith(Stages(), to)
-    stages = model(torch.ones(64, requires_grad=True))
-    next(stages)
-    next(stages)
-    assert top_hooks(True) is None
-    assert model.report().held >= 64 * 4
-    del stages
-    assert top_hooks(True) is None
-    assert (model.report().held, account()) == (0, 0)
-
-
 def test_an_abandoned_coroutine_leaves_nothing(tmp_path: pathlib.Path) -> None:
     saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
 
@@ -633,46 +551,3 @@ def test_one_file_for_all_stores_in_a_directory(tmp_path: pathlib.Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before + 1
     for i, ticket in enumerate(tickets):
         assert stores[0].get(ticket)[0] == i // 10
-
-
-KILLED = """
-import os, signal, sys, torch, disthooks as dh
-x = torch.randn(512, 512, requires_grad=True)
-with dh.saving(dh.OnDisk(sys.argv[1])) as saved:
-    y = x.exp().tanh()
-print(saved.report().moved, flush=True)
-{end}
-"""
-ENDS = {
-    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
-    "exit with a graph alive": "",
-    "an exception": "raise SystemExit(3)",
-    "_exit": "os._exit(0)",
-}
-
-
-@pytest.mark.first_tier(end=("SIGKILL", "exit with a graph alive"))
-@pytest.mark.parametrize("end", ENDS)
-def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: pathlib.Path) -> None:
-    script = KILLED.format(end=ENDS[end])
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert int(done.stdout) == 2 * 512 * 512 * 4
-    assert done.returncode == {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "an exception": 3}.get(end, 0)
-    assert done.stderr == ""
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_fork_has_a_file_of_its_own(tmp_path: pathlib.Path) -> None:
-    """A data loader's worker, forked after attaching, must not write into its parent's file."""
-    store = dh.OnDisk(tmp_path)
-    mine = store.put(torch.full((1000,), 1.0))
-    pid = os.fork()
-    if pid == 0:
-        theirs = store.put(torch.full((1000,), 2.0))
-        os._exit(0 if store.get(theirs)[0] == 2 and theirs.runtime is not mine.runtime else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert torch.equal(store.get(mine), torch.full((1000,), 1.0))
-    store.drop(mine)

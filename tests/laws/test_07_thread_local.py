@@ -24,7 +24,7 @@ import disthooks as dh
 from disthooks._torch import hooks_allowed, top_hooks
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
-from tests.support.models import Tiny, identical, step, tokens
+from tests.support.models import Tiny, step, tokens
 from tests.support.replicas import replicate
 from tests.support.stores.pairs import Pair, ones
 from tests.support.threads import together
@@ -115,26 +115,6 @@ def test_an_outer_pair_is_there_again_after_an_exception(tmp_path: pathlib.Path)
             model(torch.full((8, 64), 1e7))
         assert top_hooks(True) == outer
     assert top_hooks(True) is None
-
-
-def test_many_threads_train_their_own_models(tmp_path: pathlib.Path) -> None:
-    """Sixteen threads over one store: each gets what it would get alone."""
-    store = dh.OnDisk(tmp_path)
-
-    def train(seed: int) -> list:
-        model = Shards()
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))  # all threads share the global generator
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.linspace(-0.1, 0.1 + seed / 100, parameter.numel()).view_as(parameter))
-        for _ in range(20):
-            with dh.save_activations(model, "layers.*", store):
-                model(x).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    alone = [train(seed) for seed in range(16)]
-    at_once = together([lambda seed=seed: train(seed) for seed in range(16)])
-    assert all(identical(a, b) for a, b in zip(alone, at_once, strict=True))
 
 
 @pytest.mark.gpu

@@ -443,15 +443,6 @@ def test_a_copy_made_in_a_modules_own_way_is_not_attached(tmp_path: pathlib.Path
         assert saving.report().calls == 0
 
 
-def test_copies_of_a_wrapped_model_save_on_their_own(tmp_path: pathlib.Path) -> None:
-    model = _wrapped(tmp_path)
-    truth = step(model, tokens())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.blocks[0].report().stored == 0
-        assert identical(step(twin, tokens()), truth)
-        assert twin.blocks[0].report().moved == model.blocks[0].report().moved > 0
-
-
 COPIES = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 
 

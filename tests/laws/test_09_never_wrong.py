@@ -4,18 +4,16 @@
 and counted as kept. A write or read that fails raises a `StoreError` with path, bytes wanted and bytes free, on every
 rank's own terms, and never zeros, never a hang."
 
-This file shows it for every store, in one process. Its siblings show it for a disk that fails, threads that die or
-never start, forks, and locks; tests/engines shows it for ranks.
+This file shows it in one process; the tests of `disthooks.testing` show for every store that what is put comes back.
+Its siblings show it for a disk that fails, threads that die or never start, forks, and locks; tests/engines shows it
+for ranks.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
-import os
 import pathlib
-import pickle
 import subprocess
 import sys
 
@@ -26,28 +24,15 @@ from torch import nn
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.host import room_for
 from tests.support.models import Tiny, identical, step, tokens
 
 pytestmark = pytest.mark.any_device
 
 
-# --- What is put comes back, in every store
+# --- Stores
 
 
-TENSORS = {
-    "floats": torch.randn(33, 7),
-    "bools": torch.rand(1001) > 0.5,
-    "one byte": torch.tensor([7], dtype=torch.uint8),
-    "zero-dim": torch.tensor(3.5, dtype=torch.float64),
-    "empty": torch.empty(0, 4),
-    "not contiguous": torch.randn(40, 50).t()[::2],
-    "complex": torch.randn(5, 5, dtype=torch.complex64),
-}
-
-
-# A new store is one line here.
 STORES = {
     "OnCpu": lambda folder, **kw: dh.OnCpu(**kw),
     "OnDevice": lambda folder, **kw: dh.OnDevice(**kw),
@@ -58,26 +43,6 @@ STORES = {
 @pytest.fixture(params=STORES)
 def make(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> object:
     return lambda **kw: STORES[request.param](tmp_path, **kw)
-
-
-@pytest.mark.parametrize("kind", TENSORS)
-def test_what_is_put_comes_back(make: object, kind: str) -> None:
-    store, tensor = make(), TENSORS[kind]
-    ticket = store.put(tensor)
-    for _ in range(2):
-        back = store.get(ticket)
-        assert (back.dtype, back.device, back.shape) == (tensor.dtype, tensor.device, tensor.shape)
-        assert torch.equal(back, tensor)
-    store.drop(ticket)
-    assert store.budget.held == 0
-
-
-def test_copies_and_pickles_of_a_store_work(make: object) -> None:
-    store = make(limit="1 MiB")
-    for twin in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
-        assert twin == store
-        assert repr(twin) == repr(store)
-        assert torch.equal(twin.get(twin.put(torch.ones(5))), torch.ones(5))
 
 
 def test_bad_limits_are_refused(make: object) -> None:
@@ -116,34 +81,6 @@ def test_extent_sizes_are_few_and_waste_little() -> None:
 def test_pin_memory_is_checked() -> None:
     with pytest.raises(UsageError, match="pin_memory"):
         dh.OnCpu(pin_memory="yes")
-
-
-def test_a_dictionary_is_a_store(tmp_path: pathlib.Path) -> None:
-    """A dictionary is a store."""
-    import dataclasses
-
-    @dataclasses.dataclass(frozen=True)
-    class InDict(Store):
-        kept: dict = dataclasses.field(default_factory=dict)
-
-        def put(self, tensor: torch.Tensor) -> int:
-            self.kept[len(self.kept)] = tensor.clone()
-            return len(self.kept) - 1
-
-        def get(self, ticket: int) -> torch.Tensor:
-            return self.kept[ticket]
-
-        def drop(self, ticket: int) -> None:
-            self.kept[ticket] = None
-
-    store = InDict()
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(store) as saved:
-        y = x.exp()
-    y.sum().backward()
-    assert torch.equal(x.grad, x.exp())
-    assert store.kept == {0: None}
-    assert saved.report().moved == x.nbytes
 
 
 @pytest.mark.gpu
@@ -277,17 +214,6 @@ def test_a_store_that_gives_back_something_else_is_an_error(tmp_path: pathlib.Pa
         y.sum().backward()
 
 
-def test_a_file_that_was_cut_off_is_an_error_and_never_zeros(tmp_path: pathlib.Path) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    store = dh.OnDisk(tmp_path)
-    with dh.saving(store):
-        y = x.exp()
-    store.wait()
-    os.truncate(store.open().files[0]._fd, 100)
-    with pytest.raises(StoreError, match="too soon"):
-        y.sum().backward()
-
-
 def test_one_error_leaves_the_next_step_whole(tmp_path: pathlib.Path) -> None:
     model = Tiny()
     truth = step(model, tokens())
@@ -297,69 +223,3 @@ def test_one_error_leaves_the_next_step_whole(tmp_path: pathlib.Path) -> None:
             model(tokens(batch=16))
         assert identical(step(model, tokens(batch=1)), step(model, tokens(batch=1)))
     assert identical(step(model, tokens()), truth)
-
-
-def test_a_smaller_step_after_a_full_store_passes(tmp_path: pathlib.Path) -> None:
-    """The tensor that did not fit belongs to a dead graph, and is not tried again."""
-    big, small = torch.randn(64, 64, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    with dh.saving(pipeline(dh.OnDisk(tmp_path, 10_000), at_least=0)):
-        with pytest.raises(dh.errors.StoreError):
-            big.exp().sin()
-        y = small.exp().sin().sum()
-    y.backward()
-
-
-LIMITED = """
-import resource, signal, sys, torch, disthooks as dh
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-x = torch.randn(256, 256, requires_grad=True)
-saved = dh.saving(dh.OnDisk(sys.argv[1], in_flight=0))
-try:
-    with saved:
-        y = x
-        for i in range(10):
-            y = y.sin()
-except dh.errors.StoreError as error:
-    print(error.path == sys.argv[1], error.wanted == x.nbytes, error.free > 0, sep=",")
-    print(error)
-y.sum().backward()   # what was saved so far is right all the same
-z = x.detach().requires_grad_()
-w = z
-for _ in range(i): w = w.sin()
-w.sum().backward()
-print(torch.equal(x.grad, z.grad))
-"""
-
-
-def test_a_file_size_limit_is_an_error_that_names_path_and_bytes(tmp_path: pathlib.Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    facts, message, right = done.stdout.splitlines()
-    assert facts == "True,True,True"
-    assert str(tmp_path) in message
-    assert "256.0 KiB could not be written" in message
-    assert right == "True"
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_full_disk_is_an_error_that_names_path_and_bytes(tmp_path: pathlib.Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small tmpfs needs privileges; the file-size limit is tested everywhere")
-    try:
-        model, store = Tiny(), dh.OnDisk(tmp_path)
-        with (
-            dh.save_activations(model, "blocks.*", store),
-            pytest.raises(StoreError, match="No space left") as caught,
-        ):
-            _ = model(tokens(batch=64)), store.wait()  # on a busy machine the forward ends before the first write
-        assert caught.value.path == str(tmp_path)
-        assert caught.value.wanted > 0
-        assert caught.value.free is not None
-        assert caught.value.free < 512 * 1024
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)

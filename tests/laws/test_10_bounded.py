@@ -24,12 +24,11 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.disk import OnDisk
-from tests.support.functions import Prepared
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
+from tests.support.threads import together
 
 # --- A limit holds
 
@@ -247,17 +246,6 @@ def test_the_oldest_go_down_and_every_limit_holds(x: torch.Tensor, tmp_path: pat
 
 
 @pytest.mark.any_device
-def test_the_newest_stay_in_the_first(x: torch.Tensor) -> None:
-    tiers = dh.Tiered(dh.OnDevice(3 * x.nbytes), Copies())
-    tickets = [tiers.put(torch.full((64, 64), float(i))) for i in range(8)]
-    assert [tiers.tier_of(ticket) for ticket in tickets] == [1] * 5 + [0] * 3
-    for i, ticket in enumerate(tickets):
-        assert torch.equal(tiers.get(ticket), torch.full((64, 64), float(i)))
-        tiers.drop(ticket)
-    assert tiers.stores[0].budget.held == tiers.stores[1].budget.held == 0
-
-
-@pytest.mark.any_device
 def test_a_large_one_goes_past_a_small_tier(x: torch.Tensor) -> None:
     """The tensors that are in the small tier stay there, because making room would not help."""
     tiers = dh.Tiered(dh.OnDevice(2 * x.nbytes), Copies())
@@ -311,36 +299,6 @@ def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path)
 
 
 @pytest.mark.any_device
-def test_a_model_trains_under_a_limit(tmp_path: pathlib.Path) -> None:
-    plain, model = Tiny(), Tiny()
-    model.load_state_dict(plain.state_dict())
-    tiers = dh.Tiered(dh.OnDevice("32 KiB"), dh.OnDisk(tmp_path))
-    with dh.save_activations(model, "blocks.*", pipeline(tiers, at_least=0)) as saving:
-        for _ in range(3):
-            for one in (plain, model):
-                torch.manual_seed(0)
-                one.zero_grad()
-                one(tokens()).square().mean().backward()
-            assert identical([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-        assert saving.report().held == 0
-        assert tiers.report()[1].written > 0
-
-
-@pytest.mark.any_device
-def test_a_constant_in_the_first_tier_may_be_returned_as_a_gradient(tmp_path: pathlib.Path) -> None:
-    """The constant itself lies in the first tier, so nothing that happens to the gradient may reach it."""
-
-    gradient, x = torch.rand(64, 64), torch.ones(64, 64, requires_grad=True)
-    content = gradient.clone()
-    with dh.saving(dh.Tiered(dh.OnDevice("1 MiB"), dh.OnDisk(tmp_path)), at_least=0):
-        loss = Prepared.apply(x, gradient)
-    for _ in range(3):
-        loss.backward(retain_graph=True)
-    assert torch.equal(gradient, content)
-    torch.testing.assert_close(x.grad, 3 * content)
-
-
-@pytest.mark.any_device
 def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
     tiers = dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu("64 KiB"), dh.OnDisk(tmp_path))
     found: dict[int, torch.Tensor] = {}
@@ -357,11 +315,7 @@ def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
             total += x.grad - _truth(x, 5 + (seed + i) % 7)
         found[seed] = total
 
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    assert set(together([lambda seed=seed: train(seed) for seed in range(8)])) == {None}
     assert all(torch.equal(found[seed], torch.zeros(32, 32)) for seed in range(8))
     gc.collect()
     assert [store.budget.held for store in tiers.stores] == [0, 0, 0]

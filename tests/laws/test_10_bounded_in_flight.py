@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import os
 import pathlib
-import threading
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import disthooks as dh
 from disthooks.errors import StoreError
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Gate, chain, clean, pipe, read, right, slow, truth, write
+from tests.support.threads import together
 
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
 X = torch.linspace(-2, 2, 5000)
@@ -202,17 +202,6 @@ def test_several_directories_take_turns(tmp_path: pathlib.Path, monkeypatch: pyt
     assert clean(store)
 
 
-def test_a_limit_for_the_node_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    store = dh.OnDisk(tmp_path, "1 MiB per node")
-    assert store.budget.limit == 1 << 18
-    tickets = [store.put(torch.zeros(1 << 17, dtype=torch.uint8)) for _ in range(2)]
-    with pytest.raises(StoreError, match="is full"):
-        store.put(torch.zeros(1))
-    store.drop(tickets[0])
-    store.put(torch.zeros(1))
-
-
 @pytest.mark.parametrize("direct", [True, False, "auto"])
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_direct_writes_are_used_where_they_are_possible(where: str, direct: Any, tmp_path: pathlib.Path) -> None:
@@ -267,11 +256,6 @@ def test_threads_that_train_at_once_share_what_is_in_flight(tmp_path: pathlib.Pa
             if not torch.equal(torch.autograd.grad(y, x)[0], truth(x, length)):
                 wrong.append(length)
 
-    threads = [threading.Thread(target=train, args=(length,)) for length in (3, 5, 9, 12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
+    assert set(together([lambda length=length: train(length) for length in (3, 5, 9, 12)])) == {None}
     assert not wrong
     assert clean(store)

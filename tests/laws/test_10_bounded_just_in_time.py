@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-import threading
 import time
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 import disthooks as dh
 from disthooks.saved.report import SavedReport
@@ -293,29 +291,3 @@ def test_the_memory_to_read_into_is_bounded() -> None:
     pool.trim(0)
     assert not pool._idle
     assert len(held) == 16 << 10
-
-
-def test_threads_that_train_at_once_find_their_own_order(tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path, in_flight="1 MiB")
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
-    x = torch.randn(512, 64)
-    truth = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    wrong: list[object] = []
-
-    def train(pause: float) -> None:
-        for _ in range(6):
-            with dh.saving(store, at_least=0):
-                loss = model(x).square().sum()
-            time.sleep(pause)
-            found = torch.autograd.grad(loss, list(model.parameters()))
-            wrong.extend(None for a, b in zip(found, truth, strict=True) if not torch.allclose(a, b, rtol=1e-4))
-
-    threads = [threading.Thread(target=train, args=(0.003 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
-    assert store.budget.held == 0

@@ -149,12 +149,13 @@ def _norm(parts: list[list[torch.Tensor]], p: float) -> float:
 
 
 @pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("many", [1, 3, 5000, 200_000])
-def test_a_norm_of_elements_of_one_size_is_right(p: float, size: float, many: int) -> None:
-    grad = torch.randn(many, generator=torch.Generator().manual_seed(many)).clamp(-3, 3) * size
-    for parts in ([[grad]], [[each] for each in grad.tensor_split(2)], [list(grad.tensor_split(3))]):
-        assert _norm(parts, p) == pytest.approx(_truth(grad, p), rel=2e-6, abs=0)
+def test_a_norm_of_elements_of_one_size_is_right(p: float) -> None:
+    """Of one gradient, of one that two ranks have a part of, and of three."""
+    for many in (1, 3, 5000, 200_000):
+        elements = torch.randn(many, generator=torch.Generator().manual_seed(many)).clamp(-3, 3)
+        for grad in [elements * size for size in (SIZES if many < 5000 else SIZES[::4])]:
+            for parts in ([[grad]], [[each] for each in grad.tensor_split(2)], [list(grad.tensor_split(3))]):
+                assert _norm(parts, p) == pytest.approx(_truth(grad, p), rel=2e-6, abs=0), (many, float(grad[0]))
 
 
 @pytest.mark.parametrize("p", [2.0, 4.5, 6.0])
@@ -181,11 +182,10 @@ def test_norms_of_zeros_infinity_and_nan_are_right(p: float) -> None:
 
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("by", ["all", "parameter"])
-@pytest.mark.parametrize("size", [1e-6, 300.0, 5e18, 1e30])
-def test_clip_norm_of_any_order_is_right(p: float, by: Any, size: float) -> None:
+def test_clip_norm_of_any_order_is_right(p: float, by: Any) -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (4, 1500, 1)])
-    grads = [torch.linspace(-1, 1, p.numel()).add(0.1) * size for p in model]
-    for limit in (size / 1000, size * 1e7):
+    for size, limit in ((1e-6, 1e-9), (300.0, 3e9), (1e30, 1e27)):
+        grads = [torch.linspace(-1, 1, p.numel()).add(0.1) * size for p in model]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for parameter, grad in zip(model, grads, strict=True):
             parameter.grad = grad.clone()
