@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.errors import ConfigError, MatchError
+from disthooks.errors import ConfigError
 from tests.support.models import Tiny, identical, step, tokens
 
 WHOLE = """
@@ -35,34 +35,6 @@ def _write(folder: pathlib.Path, text: str) -> pathlib.Path:
     file = folder / "hooks.yaml"
     file.write_text(text.replace("{folder}", str(folder)))
     return file
-
-
-RULES = """
-watch:
-  rules:
-    - {kind: SkipNonFinite, max_consecutive: 10}
-    - {kind: only, pattern: "*", rule: {kind: Sanitize, posinf: 1e4}, at: local}
-    - {kind: only, pattern: "*.bias", rule: {kind: Scale, factor: 0.5}}
-    - {kind: only, pattern: "norm.*", rule: {kind: Freeze, until: 100}}
-    - {kind: ClipAdaptive, clipping: 0.02}
-    - {kind: ClipPercentile, percentile: 20, window: 50}
-    - {kind: ClipZScore, to: mean}
-    - {kind: Noise, std: 1e-3}
-"""
-
-
-def test_every_rule(tmp_path: pathlib.Path) -> None:
-    made = [make() for make in dh.config.from_config(_write(tmp_path, RULES)).watches["rules"]]
-    assert made == [
-        dh.SkipNonFinite(10),
-        dh.only("*", dh.Sanitize(posinf=1e4), at="local"),
-        dh.only("*.bias", dh.Scale(0.5)),
-        dh.only("norm.*", dh.Freeze(100)),
-        dh.ClipAdaptive(0.02),
-        dh.ClipPercentile(20, 50),
-        dh.ClipZScore(to="mean"),
-        dh.Noise(1e-3),
-    ]
 
 
 def test_all_of_it(tmp_path: pathlib.Path) -> None:
@@ -137,19 +109,6 @@ def test_objects_in_a_dict() -> None:
 def test_a_file_that_is_not_there(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read: No such file"):
         dh.config.from_config(tmp_path / "nothing.yaml")
-
-
-def test_a_pattern_that_matches_nothing_leaves_nothing_attached(tmp_path: pathlib.Path) -> None:
-    text = "save: [{modules: blocks.0, store: {kind: OnCpu}}, {modules: blocks.7, store: {kind: OnCpu}}]"
-    model = Tiny()
-    with pytest.raises(MatchError, match=r"blocks\.7"):
-        dh.config.from_config(_write(tmp_path, text)).save(model)
-    assert type(model.blocks[0]) is type(Tiny().blocks[0])
-
-
-def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
-    text = "save: [{modules: blocks.0, store: {kind: 'disthooks.saved.stores.disk:OnDisk', directory: {folder}}}]"
-    assert dh.config.from_config(_write(tmp_path, text)).saves[0][1].store == dh.OnDisk(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -105,17 +105,17 @@ def test_the_ranks_that_failed_in_one_number(world: int) -> None:
         assert told(several) == (tuple(100 + place for place in several) if world <= 52 else None)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 5000, 8192])
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_norms_of_every_size(size: int, p: float, dtype: torch.dtype) -> None:
-    grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = Power(p).norm(Power(p).local(_local([grad, None])), dim=0)
-    truth = torch.linalg.vector_norm(grad.double(), p) if size else torch.zeros(())
-    # One gradient alone is summed by torch: of up to 4,096 elements in float32.
-    is_summed_in_float32 = p in (1.0, 2.0) and dtype != torch.float64
-    tolerance = of_norm(min(size, 4096), p) if is_summed_in_float32 else 1e-6
-    assert close(float(found), float(truth), tolerance)
+def test_norms_of_every_size(p: float, dtype: torch.dtype) -> None:
+    for size in (0, 1, 4096, 4097, 5000, 8192):
+        grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = Power(p).norm(Power(p).local(_local([grad, None])), dim=0)
+        truth = torch.linalg.vector_norm(grad.double(), p) if size else torch.zeros(())
+        # One gradient alone is summed by torch: of up to 4,096 elements in float32.
+        is_summed_in_float32 = p in (1.0, 2.0) and dtype != torch.float64
+        tolerance = of_norm(min(size, 4096), p) if is_summed_in_float32 else 1e-6
+        assert close(float(found), float(truth), tolerance), size
 
 
 @pytest.mark.parametrize("size", [10, 8192, 8200])
@@ -256,30 +256,6 @@ def test_logged_steps_are_read_one_step_late() -> None:
     assert repr(report).startswith("GradientsReport(engine='a plain module'")
 
 
-def test_remove_flushes_and_takes_everything_off() -> None:
-    watch, records = run(1)
-    watch.remove()
-    watch.remove()
-    assert [record["step"] for record in records] == [0]
-
-
-def test_a_block_that_raises_flushes_too() -> None:
-    model, records = make("plain"), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-    def interrupted() -> None:
-        with dh.gradients(model, optimizer, stats=[stats.NonFinite()], sinks=[records.append]):
-            loss_of(model, 0, "plain").backward()
-            optimizer.step()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        interrupted()
-    assert [record["nonfinite"] for record in records] == [0]
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
-
-
 def test_on_gradient_takes_everything_off() -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -300,19 +276,6 @@ def test_local_gradients_are_looked_at_in_logged_steps_only() -> None:
             looked.append(len(watch._runner.local_hooks._stats))
             optimizer.step()
     assert looked == [8, 0, 0, 8, 0]
-
-
-def test_an_optimizer_in_a_wrapper() -> None:
-    class AcceleratedOptimizer:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-    model = make("plain")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, AcceleratedOptimizer(optimizer), rules=[dh.ClipNorm(1.0)]) as watch:
-        loss_of(model, 0, "plain").backward()
-        optimizer.step()
-    assert watch.latest["clip_ratio"] < 1
 
 
 def test_parameters_that_the_optimizer_does_not_hold_are_left_alone() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
-import pickle
 import sys
-import threading
 
 import pytest
 import torch
@@ -15,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import disthooks as dh
-from disthooks.errors import ConfigError, StoreError, UsageError
+from disthooks.errors import StoreError, UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error
-from disthooks.saved.pipeline import pipeline
 from tests.support.threads import together
 
 HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))
@@ -328,22 +324,6 @@ def test_a_seed_repeats_a_process_and_ranks_differ(monkeypatch: pytest.MonkeyPat
         assert not torch.equal(drawn(1), drawn(1, "1"))
 
 
-@pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
-def test_in_many_threads(name: str) -> None:
-    codec = made(LOSSLESS | LOSSY, name)
-
-    def wrong(seed: int) -> list[tuple[int, float]]:
-        found = []
-        for i in range(15):
-            x = torch.relu(torch.randn(1000 + 37 * i, generator=torch.Generator().manual_seed(seed)))
-            error = float(relative_error(round_trip(codec, x), x))
-            if error > (0.25 if codec.lossy else 0):
-                found.append((i, error))
-        return found
-
-    assert together([lambda seed=seed: wrong(seed) for seed in range(8)]) == [[]] * 8
-
-
 def test_threads_share_no_random_numbers() -> None:
     found: list[torch.Tensor] = []
     codec, x = dh.Quantize(8), torch.linspace(-1, 1, 10_000)
@@ -351,24 +331,8 @@ def test_threads_share_no_random_numbers() -> None:
     def work() -> None:
         found.extend(codec.encode(x)[0][0] for _ in range(5))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert set(together([work] * 4)) == {None}
     assert len({tuple(codes.tolist()) for codes in found}) == 20
-
-
-@pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
-def test_copies_and_pickles(name: str) -> None:
-    codec = made(LOSSLESS | LOSSY, name)
-    x = torch.relu(torch.randn(1000))
-    encoded = codec.encode(x)
-    for twin in (copy.deepcopy(codec), pickle.loads(pickle.dumps(codec))):
-        assert twin == codec
-        assert hash(twin) == hash(codec)
-        assert repr(twin) == repr(codec)
-        assert torch.equal(twin.decode(*encoded), codec.decode(*encoded))
 
 
 @pytest.mark.parametrize(
@@ -485,49 +449,6 @@ def test_relative_error_needs_little_memory(dtype: torch.dtype) -> None:
     assert dh.memory.reset_peak_resident()
     assert float(relative_error(approximate, exact)) == pytest.approx(0.5)
     assert dh.memory.peak_resident() - before < 160 << 20
-
-
-def test_errors_are_measured_only_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 tensors that one attachment encodes, the 1st, 2nd, 4th, ..., 64th are decoded in forward, no others."""
-    decoded, decode = [], dh.Quantize.decode
-
-    def counted(self: dh.Quantize, tensors: tuple[torch.Tensor, ...], spec: object) -> torch.Tensor:
-        decoded.append(spec)
-        return decode(self, tensors, spec)
-
-    monkeypatch.setattr(dh.Quantize, "decode", counted)
-    model, in_forward = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(10)]), []
-    with dh.save_activations(model, "", pipeline(dh.Quantize(8), dh.OnDevice())) as saving:
-        for _ in range(10):
-            before = len(decoded)
-            loss = model(torch.randn(64, 64, requires_grad=True)).sum()
-            in_forward.append(len(decoded) - before)
-            loss.backward()
-    assert in_forward == [4, 1, 0, 1, 0, 0, 1, 0, 0, 0]
-    assert 0 < saving.report().errors["Quantize(bits=8, block=128, stochastic=True)"] < 0.02
-
-
-def test_codecs_from_a_file(tmp_path: object) -> None:
-    pytest.importorskip("yaml")
-    pytest.importorskip("pydantic")
-    file = tmp_path / "hooks.yaml"
-    entry = "save: [{{modules: x, codecs: [{}], store: {{kind: OnCpu}}}}]"
-    for text, codec in (
-        ("{kind: Quantize, bits: 4, block: 64, stochastic: false}", dh.Quantize(4, 64, False)),
-        ("{kind: Cast, dtype: float8_e4m3fn}", dh.Cast(torch.float8_e4m3fn)),
-        ("{kind: Compact}", dh.Compact()),
-    ):
-        file.write_text(entry.format(text))
-        assert dh.config.from_config(file).saves[0][1].codecs == (codec,)
-    if HAVE_LIBRARIES:
-        file.write_text(entry.format("{kind: Compress, library: lz4, level: 3}"))
-        assert dh.config.from_config(file).saves[0][1].codecs == (dh.Compress("lz4", 3),)
-    file.write_text(entry.format("{kind: Quantise}"))
-    with pytest.raises(ConfigError, match="did you mean 'Quantize'"):
-        dh.config.from_config(file)
-    file.write_text(entry.format("{kind: Quantize, bits: 3}"))
-    with pytest.raises(ConfigError, match="bits must be 8 or 4, got 3"):
-        dh.config.from_config(file)
 
 
 def test_the_noise_is_even_and_independent() -> None:
