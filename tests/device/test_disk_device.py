@@ -5,11 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +13,13 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores import group_files, tape
+from disthooks.saved.stores import group_files
 from disthooks.saved.stores.copies import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
-from tests.support.stores.moving import Gate, Nth, write
+from tests.support.stores.moving import Gate, Nth, alone, shut, write  # noqa: F401
+from tests.support.threads import together
 
 
 def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
@@ -60,21 +57,6 @@ def clean(store: dh.OnDisk) -> bool:
     return soon(nothing)
 
 
-@pytest.fixture
-def each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors are not joined: each is written when it is put."""
-    monkeypatch.setattr(tape, "SMALL", 0)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Shut: every write waits there."""
-    shut = Gate(write)
-    monkeypatch.setattr(os, "pwrite", shut)
-    yield shut
-    shut.open.set()
-
-
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_bit_identical(case: str, direct: bool, tmp_path: pathlib.Path, device: torch.device) -> None:
@@ -95,7 +77,7 @@ def test_gradients_are_bit_identical(case: str, direct: bool, tmp_path: pathlib.
     assert clean(store)
 
 
-@pytest.mark.usefixtures("each_alone")
+@pytest.mark.usefixtures("alone")
 def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.device) -> None:
     """All of it written and read, and what was handed out is nobody else's."""
     store = dh.OnDisk(tmp_path, in_flight="200 KiB")
@@ -113,7 +95,7 @@ def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.devic
     assert clean(store)
 
 
-@pytest.mark.usefixtures("each_alone")
+@pytest.mark.usefixtures("alone")
 def test_a_second_backward_reads_again(tmp_path: pathlib.Path, device: torch.device) -> None:
     store, x = dh.OnDisk(tmp_path), on(device)
     with dh.saving(store, at_least=0):
@@ -123,7 +105,7 @@ def test_a_second_backward_reads_again(tmp_path: pathlib.Path, device: torch.dev
     assert all(torch.equal(grad, truth(x)) for grad in grads)
 
 
-@pytest.mark.usefixtures("each_alone")
+@pytest.mark.usefixtures("alone")
 def test_what_is_not_written_comes_from_memory(gate: Gate, tmp_path: pathlib.Path, device: torch.device) -> None:
     """From the device while its copy is under way, afterwards from pinned memory. Nobody waits for the disk."""
     store, tensor = dh.OnDisk(tmp_path, direct=False), torch.arange(10_000.0).to(device)
@@ -146,7 +128,7 @@ def test_what_is_not_written_comes_from_memory(gate: Gate, tmp_path: pathlib.Pat
     assert clean(store)
 
 
-@pytest.mark.usefixtures("each_alone")
+@pytest.mark.usefixtures("alone")
 def test_the_forward_waits_at_the_bound_alone(gate: Gate, tmp_path: pathlib.Path, device: torch.device) -> None:
     store = dh.OnDisk(tmp_path, in_flight="1 MiB", direct=False)
     x = torch.zeros(32 << 10, device=device)  # 128 KiB each
@@ -170,7 +152,7 @@ def test_the_forward_waits_at_the_bound_alone(gate: Gate, tmp_path: pathlib.Path
         store.drop(ticket)
 
 
-@pytest.mark.usefixtures("each_alone")
+@pytest.mark.usefixtures("alone")
 def test_a_write_that_fails_is_said_once_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, device: torch.device
 ) -> None:
@@ -179,11 +161,11 @@ def test_a_write_that_fails_is_said_once_and_loses_nothing(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    shut = Gate(Nth(write, 3, full))
-    monkeypatch.setattr(os, "pwrite", shut)
+    gate = Gate(Nth(write, 3, full))
+    monkeypatch.setattr(os, "pwrite", gate)
     with dh.saving(store, at_least=0):
         y = chain(x, 4).sum()
-    shut.open.set()
+    gate.open.set()
     with pytest.raises(StoreError, match="No space left") as caught:
         store.wait()
     assert caught.value.wanted == -(-x.nbytes // 4096) * 4096
@@ -217,7 +199,7 @@ def test_the_limit_counts_them(tmp_path: pathlib.Path, device: torch.device) -> 
     assert store.budget.held == 0
 
 
-@pytest.mark.usefixtures("each_alone")
+@pytest.mark.usefixtures("alone")
 def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
     store, found = dh.OnDisk(tmp_path, in_flight="200 KiB"), {}
 
@@ -228,11 +210,7 @@ def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
         y.sum().backward()
         found[seed] = torch.equal(x.grad.cpu(), truth(x))
 
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    assert set(together([lambda seed=seed: train(seed) for seed in range(4)])) == {None}
     assert found == dict.fromkeys(range(4), True)
     assert clean(store)
 
@@ -248,24 +226,6 @@ def test_dropped_while_it_is_copied(tmp_path: pathlib.Path, device: torch.device
         assert torch.equal(store.get(ticket).cpu(), torch.full((5000,), -float(i)))
         store.drop(ticket)
     assert clean(store)
-
-
-KILLED = """
-import sys, torch
-sys.path[:0] = sys.argv[2:]
-from tests.support.sim import simulated
-if not torch.cuda.is_available():
-    simulated.load()
-import disthooks as dh
-device = torch.device("cuda" if torch.cuda.is_available() else "sim", 0)
-x = torch.ones(100_000, device=device, requires_grad=True)
-with dh.saving(dh.OnDisk(sys.argv[1]), at_least=0) as saved:
-    y = x
-    for _ in range(20):
-        y = y.sin()
-print("saved", flush=True)
-sys.stdin.read()
-"""
 
 
 def test_what_was_dropped_counts_until_it_is_copied(tmp_path: pathlib.Path, device: torch.device) -> None:
@@ -293,20 +253,6 @@ def test_what_was_dropped_counts_until_it_is_copied(tmp_path: pathlib.Path, devi
     assert len(most) == 12
     assert max(most) - before <= (64 << 10) + 4 * x.nbytes
     assert clean(store)
-
-
-def test_sigkill_leaves_nothing(tmp_path: pathlib.Path, device: torch.device) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), *sys.path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "saved\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait(120)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_its_threads_are_on_the_device(

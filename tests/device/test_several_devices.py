@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import pathlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,9 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from tests.support.sim import simulated
+from tests.support.sim.carried import chain
 from tests.support.stores.faulty import soon
+from tests.support.threads import together
 
 N = 256 << 10  # bytes of a tensor, which is too large to share a copy
 
@@ -194,21 +195,11 @@ def test_threads_on_two_devices(
 
     for _ in range(4):
         with peaks(two) as peak:
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            assert set(together([lambda i=i: work(i) for i in range(len(inputs))])) == {None}
         assert not wrong
         assert all(nbytes <= limit + each * 8 * N for nbytes in peak.values()), peak
     assert sum(report.written for report in tiers.report()[1:]) > 0
     assert soon(lambda: is_empty(tiers))
-
-
-def chain(x: torch.Tensor, length: int) -> torch.Tensor:
-    for _ in range(length):
-        x = x.sin()
-    return x.sum()
 
 
 def test_a_last_store_that_is_full_is_an_error_and_nothing_is_held(two: tuple[torch.device, torch.device]) -> None:
