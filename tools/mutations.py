@@ -103,8 +103,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run/launcher/failure_report.py",
-        "return min(failed, key=order) if failed else None",
-        "return failed[0] if failed else None",
+        'min(failed, key=lambda rank: (_ORDER[rank.fate], rank.values.get("ended", 0.0)), default=None)',
+        "next(iter(failed), None)",
         "tests/end_to_end/test_launch.py",
     ),
     Mutation("predict/hardware/allocator.py", "MIN_BLOCK = 512", "MIN_BLOCK = 256", "tests/unit/predict"),
