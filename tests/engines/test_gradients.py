@@ -99,26 +99,6 @@ def test_torchs_own_functions_mean_the_whole_gradient_in_final(ranks: Ranks, eng
     assert ranks(_final, engine) == [(True, 0)] * 2
 
 
-def _accumulated(rank: int, engine: str) -> list[dict[str, Any]]:
-    model = make(engine)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[stats.Norm()], every=1) as watch:
-        with unsynced(model):
-            loss_of(model, 0, engine, rank).backward()
-        loss_of(model, 1, engine, rank).backward()
-        optimizer.step()
-    return [watch.latest]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_accumulated_gradients_are_final_once(ranks: Ranks, engine: str) -> None:
-    model = make("plain")
-    (loss_of(model, 0, "plain") + loss_of(model, 1, "plain")).backward()
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
-    for (record,) in ranks(_accumulated, engine):
-        assert close(record, {"step": 0, "grad_norm": norm})
-
-
 # --- ranks that differ
 
 
@@ -229,27 +209,6 @@ def test_mixed_precision(ranks: Ranks) -> None:
         assert close(record["after"], record["grad_norm_clipped"], 1e-5)
 
 
-def _half(rank: int, engine: str, dtype: torch.dtype) -> tuple[dict[str, Any], float]:
-    model = make(engine, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.Norm(), stats.NonFinite()]) as watch:
-        loss_of(model, 0, engine, rank).backward()
-        for parameter in model.parameters():
-            getattr(parameter.grad, "_local_tensor", parameter.grad).fill_(300.0)
-        optimizer.step()
-    return watch.latest, math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_half_precision_does_not_overflow(ranks: Ranks, engine: str, dtype: torch.dtype) -> None:
-    elements = sum(parameter.numel() for parameter in make("plain").parameters())
-    for record, after in ranks(_half, engine, dtype):
-        assert close(record["grad_norm"], 300 * math.sqrt(elements))
-        assert record["nonfinite"] == 0
-        assert close(after, 1.0, 1e-2)
-
-
 def _checkpointed(rank: int) -> dict[str, int]:
     from torch.utils.checkpoint import checkpoint
 
@@ -276,8 +235,3 @@ def _checkpointed(rank: int) -> dict[str, int]:
 
 def test_a_checkpointed_layer_used_twice_is_seen_once_a_backward(ranks: Ranks) -> None:
     assert ranks(_checkpointed) == [{"body.weight": 2, "body.bias": 2}] * 2
-
-
-def test_the_records_of_all_ranks_are_the_same(ranks: Ranks) -> None:
-    one, other = ranks(train, "fsdp2", [dh.ClipNorm(1.0)], [stats.Norm(per_parameter=True), stats.MaxAbs()])
-    assert one[0] == other[0]

@@ -129,22 +129,6 @@ def test_of_many_ranks_that_failed_no_rank_is_named() -> None:
     assert steps._fields([0], None, [0.0])["nonfinite_at"] == [{"param": "weight", "rank": None, "before": "bias"}]
 
 
-def test_the_last_parameters_in_model_order_and_how_many() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    log: list[dict[str, Any]] = []
-    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[log.append], every=50) as watch:
-        for step in range(3):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 2)).sum() * (math.nan if step == 1 else 1.0)).backward()
-            optimizer.step()
-            assert [record["step"] for record in log] == [[], [0], [0, 1]][step]  # each is read one step late
-    names = [name for name, _ in model.named_parameters()]
-    assert [at["param"] for at in watch.last_nonfinite["nonfinite_at"]] == names[:-11:-1]
-    assert watch.last_nonfinite["nonfinite_params"] == 16
-    assert [record["step"] for record in log] == [0, 1]
-
-
 # --- Steps that were never made
 
 
