@@ -27,10 +27,8 @@ _NARROW = "of the CPU's autocast; tests/gpu/test_saved_gpu.py has a GPU's, whose
 _THREADS = "its threads make tensors of the CPU: a default device is this thread's alone"
 #: Tests that are of the CPU alone, by the beginning of their name, and why.
 EXCEPT = {
-    "test_a_fork_": "a process that was forked cannot use the device",
     "test_a_tensor_that_codec_and_store_leave_in_place_stays_the_users": "what is in the CPU's memory already",
     "test_threads_share_the_tiers": _THREADS,
-    "test_many_threads_train_their_own_models": _THREADS,
     "test_training_in_lower_precision_": _NARROW,
     "test_an_autocast_copy_": _NARROW,
     "test_a_copy_": _NARROW,
