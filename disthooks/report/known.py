@@ -71,7 +71,7 @@ def _of_loss(run: Run, at: int, record: Record) -> Culprit:
     """A loss that is not finite, where nothing says so of gradients and outputs."""
     jumped = _jumped(run, at)
     if jumped:
-        return _overflowed(run, jumped, "the loss", [])
+        return _of_jump(run, jumped, "the loss then became infinite or NaN", [])
     became = "infinite" if record.loss is None or math.isinf(record.loss) else "NaN"
     largest = record.loss_max_rank
     rank = None if largest is None or math.isfinite(largest) else record.loss_argmax_rank
@@ -99,12 +99,12 @@ def _of_nonfinite(run: Run, at: int, record: Record, outputs: torch.Tensor | Non
         name = run.names["module"][place]
         rank = whole(values_of(run, "module", "activation_rms/argmax_rank"), at, place)
         if jumped and order.index(jumped[0].place) < order.index(place):  # it overflowed further on
-            return _overflowed(run, jumped, f"the output of {name}", evidence)
+            return _of_jump(run, jumped, f"the output of {name} then became infinite or NaN", evidence)
         count = float(outputs[at, place])
         some = f"{count:,.0f} elements" if count > 1 else "an element"
         return made("nonfinite", steps, name, rank, f"{some} of the output of {name} became infinite or NaN", evidence)
     if jumped:
-        return _overflowed(run, jumped, "gradients", evidence)
+        return _of_jump(run, jumped, "gradients then became infinite or NaN", evidence)
     ranks = record.nonfinite_ranks
     first: dict[str, Any] = next(iter(record.nonfinite_at), {})
     rank = first.get("rank") if not ranks else ranks[0] if len(ranks) == 1 else None
@@ -123,15 +123,15 @@ def _steps_of_nonfinite(run: Run, at: int) -> tuple[int, int]:
     return run.steps[at - 1] + 1, step
 
 
-def _overflowed(run: Run, jumped: Sequence[Event], what: str, evidence: list[str]) -> Culprit:
-    """An output jumped in the step in which something else became infinite or NaN: that came of it."""
+def _of_jump(run: Run, jumped: Sequence[Event], then: str, evidence: list[str]) -> Culprit:
+    """An output jumped in the step in which something else became infinite, NaN or zero: that came of it."""
     jump = of_jump(run, jumped)
     return made(
         "forward",
         (jump.first, jump.step),
         jump.where,
         jump.rank,
-        f"{jump.what}; {what} then became infinite or NaN",
+        f"{jump.what}; {then}",
         evidence,
     )
 
@@ -191,7 +191,9 @@ def _dead(run: Run) -> Iterator[Culprit]:
         for at, place in stops(norms)[:1]:
             name = run.names["param"][place]
             steps = (begun(run, norms, at), run.steps[at])
-            yield made("dead", steps, module_of(name), None, f"the gradient of {name} became zero, and stays so")
+            what = f"the gradient of {name} became zero, and stays so"
+            jumped = _jumped(run, at)  # in forward, which comes before the gradient
+            yield _of_jump(run, jumped, what, []) if jumped else made("dead", steps, module_of(name), None, what)
 
 
 def _rates(run: Run) -> Iterator[Culprit]:

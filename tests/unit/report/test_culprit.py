@@ -209,3 +209,16 @@ def test_a_step_that_was_skipped_as_a_spike_is_said_once(tmp_path: pathlib.Path)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run,) = read(file).runs
     assert "1 step was skipped as a spike, the first at step 20." in verdict(run, timeline(run))
+
+
+def test_a_gradient_that_became_zero_because_an_output_jumped(tmp_path: pathlib.Path) -> None:
+    """A large output saturates what comes behind it, so no gradient comes back through it."""
+    lines = [json.loads(line) for line in log(tmp_path / "a.jsonl", steps=40, layers=6).read_text().splitlines()]
+    for line in lines[30:38]:
+        line["param"]["grad_norm"][0] = 0.0
+    (found, *_) = found_in(tmp_path, lines[:38])
+    assert (found.kind, found.step) == ("forward", 30)
+    assert found.text.endswith("; the gradient of blocks.0.a.weight became zero, and stays so.")
+    for line in lines[30:38]:  # the same without the jump
+        line["module"] = lines[29]["module"]
+    assert ("dead", 30, "blocks.0.a") in [(each.kind, each.step, each.where) for each in found_in(tmp_path, lines[:38])]
