@@ -230,14 +230,14 @@ def _slow(run: Run) -> Iterator[Culprit]:
         for rank, group in itertools.groupby(range(len(who)), key=who.__getitem__):
             places = list(group)
             if isinstance(rank, int) and len(places) >= many:
-                # It may have begun with a smaller lead.
-                while places[0] and ranks[places[0] - 1] == rank and leads[places[0] - 1] > _SLOW[-1][0]:
-                    places.insert(0, places[0] - 1)
+                early = places[0]  # it may have begun with a smaller lead, or this rank led by chance
+                while early and ranks[early - 1] == rank and leads[early - 1] > _SLOW[-1][0]:
+                    early -= 1
                 takes, rest = (statistics.median(column[places].tolist()) for column in (most[:, 0], others[phase]))
                 what = (
                     f"its {phase} takes {seconds(takes)}, that of the other ranks {seconds(rest)}, for {len(places)} "
                     "logged steps: the rank is slow"
                 )
-                found = made("slow", (begun(run, most, places[0]), run.steps[places[0]]), phase, rank, what)
+                found = made("slow", (begun(run, most, early), run.steps[places[0]]), phase, rank, what)
                 yield replace(found, advice=_ADVICE[phase])
                 return

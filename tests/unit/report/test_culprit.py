@@ -222,3 +222,24 @@ def test_a_gradient_that_became_zero_because_an_output_jumped(tmp_path: pathlib.
     for line in lines[30:38]:  # the same without the jump
         line["module"] = lines[29]["module"]
     assert ("dead", 30, "blocks.0.a") in [(each.kind, each.step, each.where) for each in found_in(tmp_path, lines[:38])]
+
+
+def test_a_rank_that_led_by_less_before_it_was_slow_gives_a_range(tmp_path: pathlib.Path) -> None:
+    """The step before may be the first slow one, or chance: both are in the range."""
+    records = []
+    for step in range(20):
+        slowest = {9: 0.025}.get(step, 0.1 if step >= 10 else 0.011)
+        phases = {"input": slowest, "forward": 0.011, "backward": 0.011}
+        record: dict[str, Any] = {"step": step, "about": {"ranks": 2}}
+        for phase, most in phases.items():
+            times = {"": (most + 0.01) / 2, "/max_rank": most, "/argmax_rank": int(step >= 9)}
+            record |= {f"{phase}_seconds{name}": value for name, value in times.items()}
+        records.append(record)
+    (found,) = found_in(tmp_path, records)
+    assert (found.kind, found.where, found.rank, found.first, found.step) == ("slow", "input", 1, 9, 10)
+    assert found.text.startswith(
+        "Steps 9 to 10 on rank 1: its input takes 100 ms, that of the other ranks 10 ms, for 10 "
+    )
+    records[9] |= {"input_seconds": 0.0105, "input_seconds/max_rank": 0.011}
+    (found,) = found_in(tmp_path, records)
+    assert (found.first, found.step) == (10, 10)
