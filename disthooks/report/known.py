@@ -63,16 +63,16 @@ def _nonfinite(run: Run) -> Iterator[Culprit]:
         is_lost = was_lost if loss is None else not math.isfinite(loss)
         if is_lost and not (was_lost or is_bad or was_bad) and lost < _ROWS:
             lost += 1
-            yield _of_loss(run, at, record)
+            yield _of_loss(run, at, record, math.nan if loss is None else loss)
         was_bad, was_lost = is_bad, is_lost
 
 
-def _of_loss(run: Run, at: int, record: Record) -> Culprit:
+def _of_loss(run: Run, at: int, record: Record, loss: float) -> Culprit:
     """A loss that is not finite, where nothing says so of gradients and outputs."""
     jumped = _jumped(run, at)
     if jumped:
         return _of_jump(run, jumped, "the loss then became infinite or NaN", [])
-    became = "infinite" if record.loss is None or math.isinf(record.loss) else "NaN"
+    became = "NaN" if math.isnan(loss) else "infinite"
     largest = record.loss_max_rank
     rank = None if largest is None or math.isfinite(largest) else record.loss_argmax_rank
     is_known = record.nonfinite == 0 or record.grad_norm is not None

@@ -96,7 +96,7 @@ def _rank(name: str) -> _Field[int | None]:
 
 
 class Record(dict[str, Any]):
-    """What is logged of one step, by name. What detectors read are fields with a type.
+    """The entries that a log has of one step, by name. Each entry that a detector reads is a field with a type.
 
     >>> record = Record({"step": 3, "loss": 2.5})
     >>> record.step, record.loss, record.grad_norm, record.nonfinite_at

@@ -220,7 +220,8 @@ def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
     Their versions are renamed, too: without them a module would treat a new checkpoint as an old one (decision 14).
     """
-    for key in [key for key in state if key.startswith(prefix)]:
+    own = {f"{prefix}{name}" for name in module._parameters}  # FSDP1 puts its flat parameter on the module that it gets
+    for key in [key for key in state if key.startswith(prefix) and key not in own]:
         state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
     versions = metadata_being_loaded()
     where = prefix.removesuffix(".")

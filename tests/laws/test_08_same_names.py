@@ -529,3 +529,13 @@ def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pat
     assert two.report().moved > 0
     two.remove()
     assert type(teacher).__bases__ == (nn.Linear,)
+
+
+def test_a_parameter_that_an_engine_put_on_the_wrapper_is_loaded_there(tmp_path: pathlib.Path) -> None:
+    """FSDP1 writes its flat parameter into the dictionary of the module that it gets."""
+    wrapped = dh.SaveWith(nn.Linear(4, 4), dh.OnDisk(tmp_path))
+    wrapped._parameters["_flat_param"] = nn.Parameter(torch.ones(3))
+    saved = {name: torch.full_like(tensor, 7.0) for name, tensor in wrapped.state_dict().items()}
+    assert sorted(saved) == ["_flat_param", "bias", "weight"]
+    wrapped.load_state_dict(saved)
+    assert all(bool((tensor == 7.0).all()) for tensor in wrapped.state_dict().values())

@@ -22,6 +22,7 @@ from disthooks._tensors import bitless
 from disthooks._torch import StorageRef
 from disthooks.config.plan import Plan
 from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
+from disthooks.predict.plans import planned as planned_module
 from disthooks.predict.plans.planned import planned
 from disthooks.saved.attach import SavingHandle
 from disthooks.saved.codecs import Codec
@@ -614,3 +615,13 @@ def test_recompute_beside_a_dispatch_mode_takes_a_number_that_is_saved() -> None
     with FlopCounterMode(display=False), dh.saving(pipeline(dh.Recompute(), dh.OnDevice(), at_least=0)):
         (x.sin().sigmoid() * 2).exp().sum().backward()
     assert x.grad is not None
+
+
+def test_the_first_prediction_of_a_process_counts_what_a_later_one_counts() -> None:
+    """What is measured once in a process, with a tensor of its own, is measured before anything is recorded."""
+    planned_module._planned_fresh_count.cache_clear()
+
+    def needed() -> int:
+        return dh.explain(lambda: MODELS["decoder"](), plan=[("*", dh.OnCpu())], device="cuda").first_bytes
+
+    assert needed() == needed()
