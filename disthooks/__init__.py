@@ -50,7 +50,7 @@ _GONE = {
     "Prepared": _GIVEN.format("disthooks.config"),
     "ReplicaReport": _GIVEN.format("disthooks.report.watch.replicas"),
     "SaveToCpu": "write SaveWith(module, OnCpu())",
-    "SaveToDisk": "write SaveWith(module, OnDisk(directory))",
+    "SaveToDisk": "write SaveWith(module, OnDisk(directory), at_least=4096)",
     "SavedReport": _GIVEN.format("disthooks.saved.report"),
     "Saving": "it is SavingHandle of disthooks.saved.attach",
     "StoreReport": _GIVEN.format("disthooks.saved.stores.base"),

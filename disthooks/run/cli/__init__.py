@@ -1,4 +1,4 @@
-"""The command line: ``disthooks env | check | explain | report | launch``, one file for each."""
+"""The command line: one file for each command of ``disthooks``, and ``app``, which has all of them."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ class OpenTiered(Store):
                     placed.leaves()
             self.queue(tier, placed.device).add(placed, self.turns.of(placed))
             return
-        said = f"{self._name}: the last tier is full, or failed: {why}" if self._name else why
+        said = f"{self._name}: the last tier is full, or failed: {why}"
         raise StoreError(said, wanted=tensor.nbytes, free=free)
 
     def _is_ahead(self, placed: Placed) -> bool:
