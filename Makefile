@@ -17,12 +17,12 @@ ARGS ?=
 JOBS ?= 2
 # Threads of each: more of them than cores wait for each other, busily.
 THREADS ?= 1
-RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+RUN := PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" $(PYTHON)
 
 .PHONY: demo docs package test test-rest test-all test-full test-anywhere test-torch test-with test-gpu browser bench help architecture lint type fmt clean
 
 demo: $(DEMO_READY)
-	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
+	PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
 
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
