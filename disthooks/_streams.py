@@ -32,7 +32,6 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream of ``device`` on which this thread puts its work now."""
     stream: torch.Stream = torch.accelerator.current_stream(device)
     return stream
 

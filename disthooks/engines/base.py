@@ -157,7 +157,6 @@ class Shard:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole parameter."""
         return self.parameter.shape if self.part is None else self.part.shape
 
     def as_full_parameter(self) -> nn.Parameter:
@@ -222,8 +221,6 @@ class Shard:
 
 
 class Removable(Protocol):
-    """A handle of a hook, as torch returns it."""
-
     def remove(self) -> None:
         """Take the hook off."""
 
@@ -235,7 +232,6 @@ class HandleGroup:
         self._handles = handles
 
     def remove(self) -> None:
-        """Take all of them off."""
         for handle in self._handles:
             handle.remove()
 

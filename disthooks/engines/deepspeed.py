@@ -195,7 +195,6 @@ class DeepSpeedStep:
         engine.__dict__[_STEP] = self
 
     def add(self, to: list[Any], run: Any) -> CallbackHandle:
-        """Put ``run`` at the end of one of the lists; the handle takes it off."""
         to.append(run)
         return CallbackHandle(self, to, run)
 
@@ -311,7 +310,6 @@ class PartitionRange:
 
     @property
     def count(self) -> int:
-        """How many elements are here."""
         assert self.part.span is not None
         return self.part.span[1] - self.part.span[0]
 

@@ -74,7 +74,6 @@ def refuse_unwrapped(model: nn.Module) -> None:
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raise AttachError when a lazy module in ``model`` has not made its parameters yet."""
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise AttachError(
@@ -84,7 +83,6 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def refuse_nested(model: nn.Module) -> None:
-    """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
     for name, module in model.named_modules():
         if name and is_of_class(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
             raise AttachError(

@@ -81,19 +81,16 @@ class JointSteps:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:
-        """The states of all optimizers, by parameter."""
         return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
 
     def __repr__(self) -> str:
         return f"[{', '.join(type(optimizer).__name__ for optimizer in self.optimizers)}]"
 
     def add(self, to: list[Any], run: Any) -> CallbackHandle:
-        """Put ``run`` at the end of ``before`` or ``after``; the handle takes it off."""
         if not self._handles:
             on_repeat = run.on_repeat if isinstance(run, StepCallback) else "refuse"
             for place, optimizer in enumerate(self.optimizers):
@@ -251,7 +248,6 @@ def _without_gradients(optimizers: Iterable[Any]) -> Iterator[None]:
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    """The parameters in the groups of an optimizer, or of a :class:`JointSteps`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -156,11 +156,9 @@ class StepHooks:
 
     @classmethod
     def of(cls, optimizer: Any) -> StepHooks:
-        """The hooks of ``optimizer``, made when they are first asked for."""
         return cls.find(optimizer) or cls(optimizer)
 
     def add(self, to: list[Any], run: Any) -> CallbackHandle:
-        """Put ``run`` at the end of ``before`` or ``after``; the handle takes it off."""
         to.append(run)
         return CallbackHandle(self, to, run)
 
@@ -399,13 +397,10 @@ class Runner(Protocol):
 
 
 class CallbackHandle:
-    """Takes one function off a :class:`Runner`."""
-
     def __init__(self, runner: Runner, functions: list[Any], run: Any) -> None:
         self._runner, self._functions, self._run = runner, functions, run
 
     def remove(self) -> None:
-        """Take the function off; the last one takes the hooks with it."""
         if self._run in self._functions:
             self._functions.remove(self._run)
             self._runner.leave()

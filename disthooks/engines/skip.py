@@ -122,7 +122,6 @@ def remove_excluded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def end_step(optimizer: Any, restore: bool = True) -> None:
-    """Undo the changes that were made to ``optimizer`` for one step."""
     changes = _changes.pop(optimizer, None)
     if changes is None:
         return

@@ -39,7 +39,6 @@ class OptimizerSnapshot:
         self._saved = [_saved(each, seen) for each in optimizers]
 
     def restore(self) -> None:
-        """Put everything back."""
         with torch.no_grad():
             for saved in self._saved:
                 saved()

@@ -102,7 +102,6 @@ class ForwardHooks:
         self._clock = Clock()
 
     def attach(self) -> list[Removable]:
-        """Put the hooks on the modules."""
         handles: list[Removable] = [
             module.register_forward_hook(UncopiedHook(_ModuleHook(self, index))) for index, module in self._modules
         ]
@@ -212,7 +211,6 @@ class ForwardHooks:
 
     @property
     def is_reading(self) -> bool:
-        """Whether outputs are read now."""
         return self._is_logged and torch.is_grad_enabled()
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -259,7 +257,6 @@ class Clock:
         self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """``phase`` has gone on until now."""
         now = time.perf_counter()
         self._seconds[phase] += now - self._last
         self._last = now
@@ -285,8 +282,6 @@ class _ModuleHook:
 
 
 class _InputReader(_ModuleHook):
-    """The hook on the inputs of one module."""
-
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         hooks = self.hooks()
         if hooks is not None and hooks.is_reading:

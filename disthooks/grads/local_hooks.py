@@ -154,7 +154,6 @@ class LocalGradientHooks:
         self.is_used = self.has_rules or self._has_stats
 
     def attach(self) -> list[Removable]:
-        """Put the hooks on the parameters that a statistic or a rule needs."""
         indices = [i for i in self._indices if self._has_stats or self.rules.of(i)]
         if not indices:
             return []

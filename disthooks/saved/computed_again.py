@@ -71,11 +71,9 @@ class ComputedAgain:
         self._sizes: dict[int, _Size] = {}
 
     def state_dict(self) -> dict[int, Any]:
-        """What is known, by the size of inputs."""
         return {size: astuple(each) for size, each in self._sizes.items()}
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
-        """Use what another one has learnt."""
         self._sizes = {size: _Size(*each) for size, each in state.items()}
 
     def choose(self, size: int, limit: int) -> None:

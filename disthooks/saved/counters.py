@@ -223,7 +223,6 @@ class Counters:
         module.codec_seconds += seconds
 
     def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
-        """Count a saved tensor that stays in memory, for ``reason``."""
         module = self._modules.get(module_name) or self.of_module(module_name)
         module.kept += nbytes
         self._kept[reason] += nbytes
@@ -241,13 +240,11 @@ class Counters:
         self._recomputed_in_steps[-1] += nbytes
 
     def count_rerun(self, operators: int, flops: int) -> None:
-        """Count the operators that computed one tensor again."""
         self._rerun += operators
         self._rerun_flops += flops
         self._has_returned = True
 
     def count_proof_wait(self) -> None:
-        """Count that the host waited for a device, to prove a place of Recompute."""
         self._proof_waits += 1
 
     def count_differed(self, place: str, nbytes: int) -> None:
@@ -304,7 +301,6 @@ class Counters:
         self.warned.texts.setdefault("nothing", _NOTHING)
 
     def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
-        """All counts as they stand."""
         # The store and the device may take a while to answer. The lock is taken after that, so that no thread that
         # trains waits for the counters meanwhile. See [Note: locks].
         tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()

@@ -123,11 +123,9 @@ class _Memory:
         self._device, self._is_cpu = device, device.type == "cpu"
 
     def in_use(self) -> int:
-        """Bytes in use now."""
         return memory.resident() if self._is_cpu else torch.accelerator.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """The most bytes in use since the last reset."""
         return memory.peak_resident() if self._is_cpu else torch.accelerator.max_memory_allocated(self._device)
 
     def free(self) -> int:
@@ -139,7 +137,6 @@ class _Memory:
         return int((1 - _OTHERS) * (kept + torch.accelerator.get_memory_info(self._device)[0]))
 
     def reset_peak(self) -> None:
-        """Start the peak anew."""
         if self._is_cpu:
             memory.reset_peak_resident()
         else:
@@ -426,7 +423,6 @@ def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> t
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """The device that all parameters are on."""
     devices = {parameter.device for parameter in unwrap_engine(model).parameters()}
     on = ", ".join(sorted(map(str, devices))) or "no device"
     if isinstance(model, nn.DataParallel):

@@ -69,7 +69,6 @@ class FunctionsHandle:
         counters.hold(self)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor that the user's ``unpack`` makes of the ticket."""
         begin = time.perf_counter()
         tensor: torch.Tensor = self.store.get(self.ticket)
         self.counters.count_got(self.nbytes, time.perf_counter() - begin, self.module_name)
@@ -373,7 +372,6 @@ class Packed(ABC):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the contents come back bit for bit."""
         return True
 
     # -- from memory to elsewhere
@@ -583,7 +581,6 @@ class DTensorHandle:
         return self.handle.module_name
 
     def unpack(self) -> torch.Tensor:
-        """The saved DTensor; any number of times, in any thread."""
         if self._witness._version != self._version:
             raise MutationError(changed_message(self.module_name, self._witness._version, self._version))
         inner = {**self._inner, "_local_tensor": self.handle.unpack()}

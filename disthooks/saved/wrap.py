@@ -110,7 +110,6 @@ class SaveWith(nn.Module):
             yield from self.unwrapped.named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
-        """The pipeline."""
         return str(self._site.pipeline.stages)
 
     def __getattr__(self, name: str) -> Any:

@@ -218,7 +218,6 @@ def log_clipped(work: Work, norm_type: float, before: torch.Tensor, after: torch
 
 
 def scale(work: Work, factor: torch.Tensor) -> None:
-    """Multiply all gradients in place by one number, which is a scalar tensor."""
     if factor.is_cpu and float(factor) == 1.0:
         return
     for group in work.together():

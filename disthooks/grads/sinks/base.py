@@ -264,7 +264,6 @@ class OpenSink:
         return self._named
 
     def __call__(self, record: dict[str, Any]) -> None:
-        """Write one record."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -314,7 +313,6 @@ class RecordWriter:
         self.sinks.append(sink)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Give ``record`` to every sink."""
         for sink in list(self.sinks):
             try:
                 sink(dict(record))
@@ -391,7 +389,6 @@ class Totals:
         return repr(self._what)
 
     def __call__(self) -> Mapping[str, Any]:
-        """The totals."""
         return cast("Mapping[str, Any]", self._what.report().record())
 
     def at(self, step: int) -> dict[str, Any]:

@@ -134,7 +134,6 @@ class Jsonl:
         return JsonlLines(self)
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Append one line."""
         self.append(record, run())
 
     def append(self, record: Mapping[str, Any], run: str) -> None:
@@ -142,7 +141,6 @@ class Jsonl:
         self._write(json.dumps(_strict(_whole(record, run)), allow_nan=False))
 
     def _write(self, line: str) -> None:
-        """Append ``line``."""
         with pathlib.Path(self.path).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

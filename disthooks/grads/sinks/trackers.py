@@ -303,7 +303,6 @@ class AccelerateTracker:
             )
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Log one record."""
         values = {portable(self.prefix + name): number for name, number in scalars(record).items()}
         self.accelerator.log(values, step=record["step"])
 
@@ -347,7 +346,6 @@ class DeepSpeedMonitor:
             )
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Write one record."""
         samples = self.engine.global_samples
         self.engine.monitor.write_events(
             [(portable(self.prefix + name), number, samples) for name, number in scalars(record).items()]

@@ -334,7 +334,6 @@ class _GradientReader:
         return found
 
     def _rows(self, block: _Block) -> torch.Tensor:
-        """The rows of ``block`` in the dtype in which they are summed."""
         rows = block.rows(self._room)
         dtype = wide(rows.dtype)
         if not rows.is_cpu or rows.dtype == dtype:

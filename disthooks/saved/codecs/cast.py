@@ -94,7 +94,6 @@ class Cast(Codec):
         return (joined.view(self.dtype), torch.cat([it.scales for it in parts])), spec
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
-        """The tensor in its shape and dtype."""
         shape, dtype = spec
         if len(tensors) == 1:
             return tensors[0].to(dtype)

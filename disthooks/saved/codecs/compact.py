@@ -69,7 +69,6 @@ class Compact(Codec):
         return (_packed(there), values.view(tensor.dtype)), tensor.shape
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: torch.Size | None) -> torch.Tensor:
-        """The tensor, bit for bit."""
         if spec is None:
             return tensors[0]
         packed, count, run = tensors[0], spec.numel(), tensors[0].numel()

@@ -81,7 +81,6 @@ class Compress(Codec):
         return (encoded,), _Spec(tensor.shape, tensor.dtype, tensor.device)
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec | None) -> torch.Tensor:
-        """The tensor, bit for bit, on its device."""
         if spec is None:
             return tensors[0]
         content = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")

@@ -127,7 +127,6 @@ class Quantize(Codec):
         return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8), it.scales
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec) -> torch.Tensor:
-        """The tensor in its shape and dtype, with the error that the class states."""
         if len(tensors) == 1:
             return tensors[0]
         codes, scales = tensors

@@ -320,7 +320,6 @@ def clone(node: NodeReader, find: Finder) -> Call:
 @formula("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1")
 @formula("SqueezeBackward2", "UnsqueezeBackward0")
 def view(node: NodeReader, find: Finder) -> Call:
-    """Another shape for the same elements, in the same order."""
     shape = node.shape
     return Call("view", [node.input(0)], (lambda x: x.reshape(shape),), (shape,), 0)
 
@@ -341,13 +340,11 @@ def transpose(node: NodeReader, find: Finder) -> Call:
 
 @formula("TBackward0")
 def t(node: NodeReader, find: Finder) -> Call:
-    """A matrix transposed."""
     return Call("t", [node.input(0)], (lambda x: x.t(),), (), 0)
 
 
 @formula("PermuteBackward0")
 def permute(node: NodeReader, find: Finder) -> Call:
-    """Dimensions in another order."""
     dims = tuple(_signed(dim) for dim in node.number("dims"))
     return Call("permute", [node.input(0)], (lambda x: x.permute(dims),), dims, 0)
 

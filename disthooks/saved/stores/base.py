@@ -414,7 +414,6 @@ class ByteBudget:
 
     @property
     def held(self) -> int:
-        """Bytes in use now."""
         with self._lock:
             return self._taken - self._released.total()
 
@@ -430,12 +429,10 @@ class ByteBudget:
         return max(self._peak, used) if self._record == LoggedRecords.count else used
 
     def set_limit(self, limit: int) -> None:
-        """Set another limit; what is in use stays."""
         with self._lock:
             self._limit, self._most = limit, self._taken - self._released.total()
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` more bytes would fit now."""
         return self._limit is None or self.held + self.size(count) <= self._limit
 
     def could_have_room(self, count: int) -> bool:
@@ -495,7 +492,6 @@ class Counted:
         self.budget, self.reserved = budget, 0
 
     def drop(self) -> None:
-        """Give the bytes back to the limit, unless that was done already."""
         reserved, self.reserved = self.reserved, 0
         if reserved:
             self.budget.release(reserved)
@@ -520,7 +516,6 @@ class DeviceBudgets:
         self._all: dict[torch.device, ByteBudget] = {}
 
     def of(self, device: torch.device) -> ByteBudget:
-        """The bytes in use on ``device``."""
         found = self._all.get(device)
         if found is None:
             made = ByteBudget(self._limit, f"{self._owner} ({device})")
@@ -533,14 +528,12 @@ class DeviceBudgets:
         return self._limit
 
     def set_limit(self, limit: int) -> None:
-        """Set another limit on each device; what is in use stays."""
         self._limit = limit
         for budget in tuple(self._all.values()):
             budget.set_limit(limit)
 
     @property
     def held(self) -> int:
-        """Bytes in use now, on all devices together."""
         return sum(budget.held for budget in tuple(self._all.values()))
 
     @property
@@ -550,5 +543,4 @@ class DeviceBudgets:
 
     @property
     def devices(self) -> int:
-        """How many devices were used."""
         return len(self._all)

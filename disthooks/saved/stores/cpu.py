@@ -101,11 +101,9 @@ class OpenOnCpu(Store):
         return ticket.tensor.to(ticket.device)
 
     def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
-        """The tensor in CPU memory. The host waits until it has arrived."""
         return ticket.offload.in_host(ticket.entry) if isinstance(ticket, _Sent) else ticket.tensor
 
     def prefetch(self, ticket: _Held | _Sent) -> None:
-        """Begin to bring the tensor back to its device, if there is room."""
         if isinstance(ticket, _Sent):
             ticket.offload.prefetch(ticket.entry)
 
@@ -124,21 +122,17 @@ class OpenOnCpu(Store):
         return [] if offload is None else [offload]
 
     def drop(self, ticket: _Held | _Sent) -> None:
-        """Give the bytes back to the limit. The memory is freed when no copy needs it."""
         ticket.drop()
 
     def wait(self) -> None:
-        """Wait until all tensors that are to be copied to the CPU have arrived."""
         for offload in list(self.offloads.values()):
             offload.wait()
 
     def release_idle(self) -> None:
-        """Free the host memory that no tensor uses."""
         for offload in list(self.offloads.values()):
             offload.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """One entry: the bytes held, and the bytes copied from and to all devices."""
         return (_report(self.budget, list(self.offloads.values())),)
 
     def offload(self, device: torch.device) -> Offload:

@@ -139,7 +139,6 @@ class OpenOnDisk(Store):
         return seconds
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Begin to read the tensor, because backward reads it soon."""
         ticket.runtime.prefetch(ticket.entry)
 
     def device_bytes(self, device: torch.device | None = None) -> int:
@@ -154,7 +153,6 @@ class OpenOnDisk(Store):
         ticket.drop()
 
     def wait(self) -> None:
-        """Wait until all tensors are written; StoreError if one could not be."""
         self.worker.wait()
 
     def report(self) -> tuple[StoreReport, ...]:

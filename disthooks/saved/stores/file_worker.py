@@ -192,7 +192,6 @@ class FileWorker(Shared[Entry]):
         return found
 
     def prefetch(self, entry: Entry) -> None:
-        """Begin to read ``entry``, because backward reads it soon."""
         group = entry.group
         with self._lock:
             if group is not None and entry.tensor is None and not entry.is_ahead and not entry.dropped:
@@ -299,7 +298,6 @@ class FileWorker(Shared[Entry]):
             tape.sealed.pop(0)  # last: after Ctrl-C the group is queued once more
 
     def _queue(self, group: Group) -> None:
-        """Let the worker write ``group``, which is full."""
         group.raised = self._raised
         if not group.live:  # it is no part of the next tape, whose sizes would change
             self._forget(group)

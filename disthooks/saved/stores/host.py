@@ -197,7 +197,6 @@ class PinnedPool(Shared[_Slice]):
 
     @property
     def held(self) -> int:
-        """Bytes of all segments, in use or idle."""
         return sum(segment.room for segment in self._segments)
 
     @property
@@ -229,7 +228,6 @@ class PinnedPool(Shared[_Slice]):
         return lease
 
     def clear(self) -> None:
-        """Give all idle segments back to the system."""
         with self._lock:
             self._apply_releases()
             self._shrink(0)

@@ -241,7 +241,6 @@ class Offload(Shared[Offloaded]):
             return found
 
     def prefetch(self, entry: Offloaded) -> None:
-        """Begin to bring the tensor of ``entry`` back, because backward reads it soon; only if there is room."""
         with self._lock:
             self._apply_releases()
             transfer = entry.transfer
@@ -336,7 +335,6 @@ class Offload(Shared[Offloaded]):
         return True
 
     def release_idle(self) -> None:
-        """Free the memory of copies that are done, and idle host memory."""
         with self._lock:
             self._apply_releases()
         self.pool.clear()

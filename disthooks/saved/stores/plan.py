@@ -80,11 +80,9 @@ class Placement:
         object.__setattr__(self, "_lasts", tuple(group.last for group in self.groups))
 
     def __len__(self) -> int:
-        """How many entries the tape has."""
         return self._lasts[-1] + 1 if self._lasts else 0
 
     def group(self, position: int) -> MovedGroup:
-        """The group of the entry at ``position``."""
         return self.groups[bisect_left(self._lasts, position)]
 
     def nbytes(self, place: int) -> int:

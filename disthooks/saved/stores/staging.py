@@ -44,7 +44,6 @@ class Staging:
         return coming
 
     def take(self, found: torch.Tensor | Coming, outgoing: Outgoing | None, made_on: torch.Stream) -> torch.Tensor:
-        """A tensor on its device, for the current stream."""
         self.poll()
         device = made_on.device
         if isinstance(found, Coming):

@@ -51,7 +51,6 @@ class OpenOnDevice(Store):
         return there
 
     def get(self, ticket: _There) -> torch.Tensor:
-        """The tensor that was put, for the current stream."""
         self._read += ticket.reserved
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
@@ -59,14 +58,12 @@ class OpenOnDevice(Store):
         return ticket.tensor
 
     def drop(self, ticket: _There) -> None:
-        """Give the bytes back to the limit."""
         ticket.drop()
 
     def begin_count(self) -> None:
         self._read = 0
 
     def report(self) -> tuple[StoreReport, ...]:
-        """One entry, with the bytes held on all devices."""
         return (
             StoreReport(
                 "OnDevice()",
@@ -282,7 +279,6 @@ class OpenTiered(Store):
             ticket.let_go()
 
     def prefetch(self, ticket: Placed) -> None:
-        """Let its tier bring the tensor nearer."""
         try:
             with ticket.lock:
                 if not ticket.dropped:
@@ -294,12 +290,10 @@ class OpenTiered(Store):
         ticket.drop()
 
     def wait(self) -> None:
-        """Wait until all tensors have arrived in their tiers."""
         for store in self.stores:
             store.wait()
 
     def release_idle(self) -> None:
-        """Free idle threads, memory and space of all tiers."""
         for store in self.stores:
             store.release_idle()
 
@@ -556,7 +550,6 @@ class Tiered(StoreSpec["OpenTiered"]):
         return f"Tiered({', '.join(map(repr, self.stores))})"
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether any of the tiers takes ``tensor`` out of the memory that it is in."""
         return any(store.leaves_memory(tensor) for store in self.stores)
 
     def tier_of(self, ticket: Placed) -> int:
