@@ -43,10 +43,32 @@ from disthooks.saved.when_to_hook import BREAK, reason_not_to_hook, refuse_captu
 _Held = TypeVar("_Held")
 
 
+class ContentClasses(NamedTuple):
+    """The classes of the contents that hooks make."""
+
+    stored: type[StoredContent] = StoredContent
+    recomputed: type[Recomputed] = Recomputed
+    small: type[SmallCopy] = SmallCopy
+
+
+@uncompiled(
+    "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
+    "autograd off for this backward"
+)
+def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
+    """The saved tensor. A function of the module, so that a graph does not keep the hooks of its call alive."""
+    return held.unpack()
+
+
 class SavedTensorHooks(Decides, AroundCheckpoints):
-    """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``."""
+    """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
+
+    A :class:`HookSite` may make hooks of a subclass, which has other contents and another ``_unpack``.
+    """
 
     takes_arguments = True
+    _made = ContentClasses()
+    _unpack = staticmethod(unpack)
 
     @uncompiled(BREAK)
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
@@ -64,7 +86,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         self._parts = StorageParts()  # among the pending ones
         self._fresh_count = fresh_count()
         pack = self._pack_by_function if isinstance(pipeline.store, Functions) else self._pack
-        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
     @uncompiled(BREAK)
     def __enter__(self) -> SavedTensorHooks:
@@ -269,17 +291,17 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         pipeline, module_name = self._pipeline, self._module_name
         packed: Packed
         if decision is SMALL_COPY:
-            packed = SmallCopy(alias, storage, region, layout, pipeline.counters, module_name)
+            packed = self._made.small(alias, storage, region, layout, pipeline.counters, module_name)
         elif decision.weight is not None:
             packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
         else:
             arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters, module_name
             recompute = self._recompute
             if recompute is None:
-                packed = StoredContent(*arguments)
+                packed = self._made.stored(*arguments)
             else:
                 is_wanted = decision.fate == "recompute" and region is None
-                packed = Recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
+                packed = self._made.recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
         return packed
 
     def _shared(self, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
@@ -368,15 +390,6 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         """Leave ``packed`` in memory, for its own graph alone."""
         packed.stay_in_memory()
         packed.is_withdrawn = True  # without a lock: the end of a generator may call this from a destructor
-
-
-@uncompiled(
-    "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
-    "autograd off for this backward"
-)
-def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
-    """The saved tensor. A function of the module, so that a graph does not keep the hooks of its call alive."""
-    return held.unpack()
 
 
 def _plain_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ gives the reports that a real run gives.
 # decisions, the same index of contents, Recompute with its graph and formulas, codecs, and the tiers with their plan.
 # What they replace is only what looks at bits, because a fake tensor has none. Each assumption about bits stands once:
 #
-# - Two tensors of the same owner and version are equal (`_WithoutBits.has_contents_of`). A real run stores a tensor
+# - Two tensors of the same owner and version are equal (`PlannedContent.has_contents_of`). A real run stores a tensor
 #   again if somebody wrote into it without a count, by `.data` or NumPy.
 # - A formula of Recompute gives the bits of the original, by its first variant, if it runs on tensors of these shapes
 #   and gives as many bytes (`PlannedVerification`). A real run compares, and stores what differs: kernels whose bits
@@ -58,7 +58,7 @@ from disthooks.saved.codecs.compact import Compact
 from disthooks.saved.codecs.compress import Compress
 from disthooks.saved.contents import SmallCopy, StoredContent
 from disthooks.saved.counters import Counters, WarnedOnce
-from disthooks.saved.hooks import HookSite, SavedTensorHooks, unpack
+from disthooks.saved.hooks import ContentClasses, HookSite, SavedTensorHooks, unpack
 from disthooks.saved.module_class import exchange_site, site_of
 from disthooks.saved.packed import Packed
 from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
@@ -172,8 +172,8 @@ class _SeenCasts(_Mode):  # type: ignore[misc]
 # -- packed values
 
 
-class _WithoutBits(StoredContent):
-    """Contents of a fake tensor, in a store that keeps no bytes."""
+class PlannedContent(StoredContent):
+    """A :class:`StoredContent` of a fake tensor, in a store that keeps no bytes."""
 
     __slots__ = ()
 
@@ -216,13 +216,7 @@ class _WithoutBits(StoredContent):
                     relative_error(codec.decode(parts, spec), tensor)
 
 
-class PlannedContent(_WithoutBits):
-    """A :class:`StoredContent` of a fake tensor."""
-
-    __slots__ = ()
-
-
-class PlannedRecomputed(_WithoutBits, Recomputed):
+class PlannedRecomputed(PlannedContent, Recomputed):
     """A :class:`Recomputed` of a fake tensor."""
 
     __slots__ = ()
@@ -235,13 +229,6 @@ class PlannedSmallCopy(SmallCopy):
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
         return hasattr(self, "_copy") and part.untyped_storage().nbytes() == self.nbytes
-
-
-_PLANNED: dict[type[Packed], type[Packed]] = {
-    StoredContent: PlannedContent,
-    Recomputed: PlannedRecomputed,
-    SmallCopy: PlannedSmallCopy,
-}
 
 
 class PlannedVerification(Verification):
@@ -349,8 +336,17 @@ class PlannedWeights(ModuleWeights):
         return source if any(source is weight for weight in self._module.parameters()) else None
 
 
+def planned_unpack(held: Any) -> torch.Tensor:
+    """The saved tensor, as a new fake tensor if it left memory. A graph keeps no hooks alive by it."""
+    with _answered():
+        return unpack(held)
+
+
 class PlannedHooks(SavedTensorHooks):
     """The hooks of one call in a prediction. See [Note: a prediction runs the hooks]."""
+
+    _made = ContentClasses(PlannedContent, PlannedRecomputed, PlannedSmallCopy)
+    _unpack = staticmethod(planned_unpack)
 
     def __init__(
         self, seen: _SeenCasts, is_accelerator: bool, pipeline: OpenPipeline, name: str, module: nn.Module | None
@@ -360,30 +356,20 @@ class PlannedHooks(SavedTensorHooks):
         self._fresh_count = _planned_fresh_count()
         if module is not None:
             self._weights = PlannedWeights(module, seen)
-        base = super()._pack
-        plain: Any = getattr(self._hooks, "pack_hook")  # noqa: B009
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            self._pack_fake if plain == base else self._pack_by_planned_function, planned_unpack
-        )
 
-    def _pack_fake(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> Any:
         with _answered():
-            return self._pack(tensor)
+            return super()._pack(tensor)
 
-    def _pack_by_planned_function(self, tensor: torch.Tensor) -> Any:
+    def _pack_by_function(self, tensor: torch.Tensor) -> Any:
         with _answered():
-            return self._pack_by_function(tensor)
+            return super()._pack_by_function(tensor)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _answered():
             super().__exit__(kind, error, trace)
-
-    def _wrap(self, *arguments: Any) -> Packed:
-        packed = super()._wrap(*arguments)
-        packed.__class__ = _PLANNED.get(type(packed), type(packed))  # it differs in methods alone
-        return packed
 
     def _reason_to_keep(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
         reason = super()._reason_to_keep(owner, part)
@@ -398,12 +384,6 @@ class PlannedHooks(SavedTensorHooks):
         if is_same:
             packed.saved_at = saved_at
         return is_same
-
-
-def planned_unpack(held: Any) -> torch.Tensor:
-    """The saved tensor, as a new fake tensor if it left memory. A graph keeps no hooks alive by it."""
-    with _answered():
-        return unpack(held)
 
 
 class _FreshCounts:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from disthooks._streams import handed_over, stream_of
-from disthooks._tensors import Layout, bitless, exotic, memory_under
+from disthooks._tensors import Layout, exotic, memory_under
 from disthooks._torch import is_dispatched, node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.counters import Counters
@@ -273,9 +273,9 @@ def _in_place(held: InPlace) -> InPlace | Vector:
     A small one is copied. Of a large one a CPU takes a checksum; a device would make the host wait for the answer.
     """
     tensor = held.tensor
-    if tensor.dim() == 0 and (bitless.kinds or is_dispatched()):
-        # A number without bits cannot be copied; see [Note: tensors without bits] in _tensors.py. And a dispatch mode
-        # gets a number of Python's in place of the tensor that torch made of one, for which there is no operator.
+    if tensor.dim() == 0 and is_dispatched():
+        # A dispatch mode gets a number of Python's in place of the tensor that torch made of one, for which there is no
+        # operator.
         return held
     if tensor.nbytes <= _SMALL_COPY:
         return Vector(tensor)
