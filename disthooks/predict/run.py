@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -162,10 +161,8 @@ def record_step(builder: Builder, situation: Situation) -> Step:
                 model(*args, **kwargs)
         switch = _switch(model)
         found: Planned | None = None
-        moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
         if situation.plan is not None:
-            clock = functools.partial(_now, moments)
-            found = stack.enter_context(planned(model, situation.plan, device=situation.device, clock=clock))
+            found = stack.enter_context(planned(model, situation.plan, device=situation.device))
         with _told(f"{spec.kind} cannot take {type(model).__name__}"):
             prepared = apply_engine(model, spec, situation.optimizer)
         run = _Run(prepared, args, kwargs, situation, world)
@@ -182,7 +179,6 @@ def record_step(builder: Builder, situation: Situation) -> Step:
             for each in at_building:
                 recorder.assumed(*each)
             fakes.tell(recorder.assumed)
-            moments.append(recorder.moment)
             state = run.recorded(recorder)
         return Step(recorder.record, state, found, prepared.units, switch, first and first.record)
 
@@ -193,10 +189,6 @@ def _switch(model: nn.Module) -> str:
             owner = f'model.get_submodule("{name}")' if name else "model"
             return next((f"{owner}.{each}()" for each in _CHECKPOINTING if hasattr(module, each)), "")
     return ""
-
-
-def _now(moments: list[Callable[[], int]]) -> int:
-    return moments[-1]()
 
 
 class _Run:

@@ -33,25 +33,11 @@ a GPU, ``max_memory_allocated()`` and ``max_memory_reserved()``, and says whethe
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-from disthooks.errors import UsageError
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from disthooks.predict.recording.record import StepRecord
-
-__all__ = [
-    "AllocatorReport",
-    "Block",
-    "CachingAllocator",
-    "OutOfMemory",
-    "events_of",
-    "round_up",
-    "segment_bytes",
-    "simulate",
-]
 
 MiB = 1 << 20
 #: The unit to which sizes are rounded, in bytes.
@@ -97,30 +83,20 @@ class OutOfMemory(Exception):
     """The request does not fit under the limit, even after all cached memory went back to the driver."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AllocatorReport:
-    """What the allocator did with the events of a step.
+class AllocatorReport(NamedTuple):
+    """What the allocator did with the events of a step. The peaks are those before the request that did not fit.
 
     Attributes:
         allocated_peak: the largest sum of the blocks in use, in bytes: ``torch.cuda.max_memory_allocated()``.
         reserved_peak: the most memory taken from the driver, in bytes: ``torch.cuda.max_memory_reserved()``.
         requested_peak: the largest sum of the sizes that were asked for, in bytes, without any rounding.
-        at_event: the index of the event at which ``allocated_peak`` was reached first; -1 if nothing was allocated.
         fits: whether every request was met.
-        failed_at: the index of the event that ran out of memory; None if ``fits``. The peaks are those before it.
-        failed_bytes: the bytes that this event asked for; 0 if ``fits``.
-        retries: how often the cached memory was given back to the driver to meet a request. Each one makes the device
-            wait, so a step that does this often is slow.
     """
 
     allocated_peak: int
     reserved_peak: int
     requested_peak: int
-    at_event: int
-    fits: bool = True
-    failed_at: int | None = None
-    failed_bytes: int = 0
-    retries: int = 0
+    fits: bool
 
 
 class Block:
@@ -210,7 +186,7 @@ class CachingAllocator:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.allocated = self.reserved = self.retries = 0
+        self.allocated = self.reserved = 0
         self._small, self._large = _Pool(MIN_BLOCK), _Pool(SMALL_REQUEST + 1)
         self._next_address = 0
 
@@ -224,7 +200,6 @@ class CachingAllocator:
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = self._cached_block(pool, size) or self._new_block(pool, size)
         if block is None:
-            self.retries += 1
             self.empty_cache()
             block = self._new_block(pool, size)
             if block is None:
@@ -252,10 +227,6 @@ class CachingAllocator:
             if whole:
                 pool.free = [entry for entry in pool.free if entry[2].before is not None or entry[2].after is not None]
 
-    def blocks(self) -> list[Block]:
-        """The free blocks of both pools, by size."""
-        return [block for pool in (self._small, self._large) for _, _, block in pool.free]
-
     def _cached_block(self, pool: _Pool, size: int) -> Block | None:
         """Take the free block that fits best out of ``pool``; None if none is large enough."""
         free = pool.free
@@ -273,17 +244,15 @@ class CachingAllocator:
         return block
 
 
-def events_of(record: StepRecord, device: str = "device") -> list[tuple[int, int]]:
-    """The births and deaths of a recorded step, as :func:`simulate` takes them.
+def events_of(record: StepRecord) -> list[tuple[int, int]]:
+    """The births and deaths of a recorded step on the device, as :func:`simulate` takes them.
 
-    Returns:
-        One pair for each change of memory: the position of the allocation, and its bytes, or 0 where it dies. A storage
-        that is resized dies and is born again, which is how torch does it.
+    A storage that is resized dies and is born again, which is how torch does it.
     """
     events: list[tuple[int, int]] = []
     sizes: dict[int, int] = {}
     for _, allocation, nbytes in record.changes:
-        if record.allocations[allocation].device != device:
+        if record.allocations[allocation].device != "device":
             continue
         before = sizes.get(allocation, 0)
         sizes[allocation] = after = before + nbytes
@@ -298,70 +267,40 @@ def simulate(events: Iterable[tuple[int, int]], limit: int | None = None) -> All
     """Follow births and deaths of tensors through torch's caching allocator.
 
     Args:
-        events: in order, one pair for each event: ``(serial, nbytes)`` with ``nbytes > 0`` for the birth of a storage,
-            and ``(serial, 0)`` or a negative number for its death. A storage of no bytes is never allocated, so its
-            events may be left out or given as ``(serial, 0)``. A storage that is resized dies and is born again. Give
-            the events of two steps to see what the second one needs, beside the blocks that the first one left.
-        limit: the bytes that the driver can give to torch: the memory of the device, less that of CUDA's context and
-            of other processes. None for no limit.
-
-    Returns:
-        The peaks, in bytes. If a request does not fit under ``limit``, the report is about the events before it.
-
-    Raises:
-        UsageError: if a storage is born that is alive, or dies (with a negative number) and is not.
+        events: in order, ``(serial, nbytes)`` for the birth of a storage, and ``(serial, 0)`` for its death.
+        limit: the bytes that the driver can give to torch; None for no limit.
 
     >>> MiB = 2**20
     >>> report = simulate([(1, 3 * MiB), (2, 3 * MiB), (1, 0), (3, 16 * MiB), (2, 0)])
-    >>> report.allocated_peak // MiB, report.reserved_peak // MiB, report.at_event
-    (19, 36, 3)
+    >>> report.allocated_peak // MiB, report.reserved_peak // MiB
+    (19, 36)
     >>> simulate([(1, 30 * MiB), (2, 30 * MiB)], limit=50 * MiB).fits
     False
     """
-    allocator = CachingAllocator(limit)
-    allocate, free = allocator.allocate, allocator.free
+    allocator, fits = CachingAllocator(limit), True
     alive: dict[int, tuple[Block, int]] = {}
     allocated_peak = reserved_peak = requested = requested_peak = 0
-    at_event = -1
-    failed: tuple[int, int] | None = None
-    for i, (serial, nbytes) in enumerate(events):
-        known = alive.pop(serial, None)
-        if nbytes <= 0:
-            if known is not None:
-                free(known[0])
-                requested -= known[1]
-            elif nbytes < 0:
-                raise UsageError(f"event {i}: storage {serial} dies, but it is not alive")
+    for serial, nbytes in events:
+        if nbytes == 0:
+            if serial in alive:
+                block, size = alive.pop(serial)
+                allocator.free(block)
+                requested -= size
             continue
-        if known is not None:
-            raise UsageError(
-                f"event {i}: storage {serial} is born again while it is alive: let a resized one die first"
-            )
         try:
-            block = allocate(nbytes)
+            alive[serial] = allocator.allocate(nbytes), nbytes
         except OutOfMemory:
-            failed = (i, nbytes)
+            fits = False
             break
-        alive[serial] = (block, nbytes)
         requested += nbytes
         requested_peak = max(requested_peak, requested)
         reserved_peak = max(reserved_peak, allocator.reserved)
-        if allocator.allocated > allocated_peak:
-            allocated_peak, at_event = allocator.allocated, i
-    return AllocatorReport(
-        allocated_peak=allocated_peak,
-        reserved_peak=reserved_peak,
-        requested_peak=requested_peak,
-        at_event=at_event,
-        fits=failed is None,
-        failed_at=None if failed is None else failed[0],
-        failed_bytes=0 if failed is None else failed[1],
-        retries=allocator.retries,
-    )
+        allocated_peak = max(allocated_peak, allocator.allocated)
+    return AllocatorReport(allocated_peak, reserved_peak, requested_peak, fits)
 
 
-def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport, accuracy: float = 0.005) -> int:
-    """The least memory in which the allocator meets every request, in bytes: not less, and larger by ``accuracy``.
+def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport) -> int:
+    """The least memory in which the allocator meets every request, in bytes: not less, and larger by at most 0.5%.
 
     It lies between the peak of the blocks in use and that of the memory taken from the driver, because the allocator
     gives cached memory back before it fails.
@@ -375,7 +314,7 @@ def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport, accu
     low, high = report.allocated_peak, report.reserved_peak
     if simulate(events, low).fits:
         return low
-    while high - low > accuracy * high:
+    while high - low > 0.005 * high:
         middle = (low + high) // 2
         low, high = (low, middle) if simulate(events, middle).fits else (middle, high)
     return high

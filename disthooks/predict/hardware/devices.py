@@ -40,8 +40,6 @@ from typing import Any
 
 from disthooks.errors import UsageError
 
-__all__ = ["DEVICES", "Device", "device_named"]
-
 MiB = 1 << 20
 #: The compute capability of "cuda" without a name: Hopper's, which most large models train on.
 CAPABILITY = (9, 0)
@@ -66,7 +64,6 @@ class Device:
         bandwidth: bytes a second from and to the device's own memory.
         to_device, to_host: bytes a second of the link to the host's memory, each way.
         link: what the link is, such as ``"PCIe 5 x16"``.
-        peer: bytes a second to other devices of the machine together, one way; 0 if this is not known.
         multiprocessors: the number of streaming multiprocessors, or of AMD's compute units.
         capability: the compute capability, as ``torch.cuda.get_device_capability()`` says it; ``(0, 0)`` for the CPU.
         has_cudnn: whether cuDNN is there: on each NVIDIA GPU, and on no other device.
@@ -93,7 +90,6 @@ class Device:
     to_device: float
     to_host: float
     link: str
-    peer: float = 0.0
     multiprocessors: int = 0
     capability: tuple[int, int] = (0, 0)
     has_cudnn: bool = False
@@ -142,7 +138,7 @@ def _gpu(
         capability=(int(capability), round(10 * capability) % 10),
         has_cudnn=source.startswith("NVIDIA"),
         source=source,
-        **(link | {"peer": PCIE[pcie]} | others),
+        **(link | others),
     )
 
 
@@ -155,29 +151,29 @@ _V100 = "NVIDIA V100 Tensor Core GPU datasheet"
 DEVICES: tuple[Device, ...] = (
     #    name             MiB     SMs  CC    fp32   tf32   bf16   fp16   fp8     GB/s  PCIe  source
     _gpu("H100-SXM-80GB", 81082, 132, 9.0, (66.9, 494.7, 989.4, 989.4, 1978.9), 3350, 5, _H100,
-         peer=450e9, matmul_efficiency=0.803, workspace_bytes=WORKSPACE_HOPPER),
+         matmul_efficiency=0.803, workspace_bytes=WORKSPACE_HOPPER),
     _gpu("H100-PCIe-80GB", 81008, 114, 9.0, (51.2, 378.0, 756.0, 756.0, 1513.0), 2000, 5, _H100,
          workspace_bytes=WORKSPACE_HOPPER),
     _gpu("H200-SXM-141GB", 143156, 132, 9.0, (66.9, 494.7, 989.4, 989.4, 1978.9), 4800, 5,
          "NVIDIA H200 Tensor Core GPU datasheet",
-         peer=450e9, matmul_efficiency=0.803, workspace_bytes=WORKSPACE_HOPPER),
+         matmul_efficiency=0.803, workspace_bytes=WORKSPACE_HOPPER),
     _gpu("B200-SXM-180GB", 182631, 148, 10.0, (75.0, 1100.0, 2250.0, 2250.0, 4500.0), 7700, 5,
          "NVIDIA HGX B200 specifications, per GPU",
-         peer=900e9, matmul_efficiency=0.776, workspace_bytes=WORKSPACE_HOPPER),
+         matmul_efficiency=0.776, workspace_bytes=WORKSPACE_HOPPER),
     _gpu("GH200-96GB", 96768, 132, 9.0, (66.9, 494.7, 989.4, 989.4, 1978.9), 4000, 5,
          "NVIDIA GH200 Grace Hopper Superchip datasheet", to_device=450e9, to_host=450e9, link="NVLink-C2C",
-         peer=450e9, matmul_efficiency=0.838, workspace_bytes=WORKSPACE_HOPPER),
+         matmul_efficiency=0.838, workspace_bytes=WORKSPACE_HOPPER),
     _gpu("A100-SXM-80GB", 81039, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 2039, 4, _A100,
-         peer=300e9, matmul_efficiency=0.869),
+         matmul_efficiency=0.869),
     _gpu("A100-SXM-40GB", 40441, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 1555, 4, _A100,
-         peer=300e9, matmul_efficiency=0.869),
+         matmul_efficiency=0.869),
     _gpu("A100-PCIe-80GB", 81039, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 1935, 4, _A100, matmul_efficiency=0.811),
     _gpu("A100-PCIe-40GB", 40326, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 1555, 4, _A100, matmul_efficiency=0.811),
     _gpu("L40S-48GB", 45402, 142, 8.9, (91.6, 183.0, 362.0, 362.0, 733.0), 864, 4, "NVIDIA L40S datasheet"),
     _gpu("L4-24GB", 22559, 58, 8.9, (30.3, 60.0, 121.0, 121.0, 242.5), 300, 4, "NVIDIA L4 Tensor Core GPU datasheet"),
     _gpu("A10G-24GB", 22587, 80, 8.6, (35.0, 35.0, 70.0, 70.0, None), 600, 4, "NVIDIA A10G datasheet (AWS G5)"),
-    _gpu("V100-SXM-16GB", 16130, 80, 7.0, (15.7, None, None, 125.0, None), 900, 3, _V100, peer=150e9),
-    _gpu("V100-SXM-32GB", 32501, 80, 7.0, (15.7, None, None, 125.0, None), 900, 3, _V100, peer=150e9),
+    _gpu("V100-SXM-16GB", 16130, 80, 7.0, (15.7, None, None, 125.0, None), 900, 3, _V100),
+    _gpu("V100-SXM-32GB", 32501, 80, 7.0, (15.7, None, None, 125.0, None), 900, 3, _V100),
     _gpu("T4-16GB", 14909, 40, 7.5, (8.1, None, None, 65.0, None), 320, 3, "NVIDIA T4 Tensor Core GPU datasheet"),
     _gpu("RTX-5090-32GB", 32122, 170, 12.0, (104.8, 104.8, 209.5, 209.5, 419.0), 1792, 5,
          "NVIDIA RTX Blackwell GPU Architecture whitepaper", workspace_bytes=WORKSPACE_HOPPER),
@@ -190,7 +186,7 @@ DEVICES: tuple[Device, ...] = (
     _gpu("RTX-A6000-48GB", 48676, 84, 8.6, (38.7, 77.4, 154.8, 154.8, None), 768, 4,
          "NVIDIA Ampere GA102 GPU Architecture whitepaper"),
     _gpu("MI300X-192GB", 196592, 304, 9.4, (163.4, 653.7, 1307.4, 1307.4, 2614.9), 5300, 5,
-         "AMD Instinct MI300X data sheet", peer=448e9, matmul_efficiency=0.514, workspace_bytes=128 * MiB),
+         "AMD Instinct MI300X data sheet", matmul_efficiency=0.514, workspace_bytes=128 * MiB),
     _gpu("MI250X-64GB", 65520, 110, 9.0, (23.95, None, 191.5, 191.5, None), 1638.4, 4,
          "AMD Instinct MI250X data sheet, one of its two dies, which torch sees as a device",
          workspace_bytes=32 * MiB),

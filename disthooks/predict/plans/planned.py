@@ -17,8 +17,7 @@ gives the reports that a real run gives.
 # - Casting a weight again gives the bits of autocast's copy. Which weight a copy without a history was
 #   cast from is not found by values, but because the cast was seen (`_SeenCasts`).
 # - What a codec of disthooks asks is whether a block has an inf or a nan. The answer is no (`_Answers`).
-# - If the size of what a codec makes depends on the data, the codec counts as if it saved nothing, unless a ratio is
-#   given that was measured (`PlannedCodec`).
+# - If the size of what a codec makes depends on the data, the codec counts as if it saved nothing (`PlannedCodec`).
 
 # [Note: fake tensors stand for a device]
 # The tensors are fake tensors of the CPU, because a build without CUDA can make no others. `device="cuda"` says that
@@ -33,7 +32,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
@@ -250,10 +249,8 @@ class PlannedProofs(Proofs):
 class PlannedCodec(Codec):
     """A codec that runs on fake tensors, if it can."""
 
-    def __init__(
-        self, codec: Codec, ratio: float | None, is_accelerator: bool, say_unknown: Callable[[str], None]
-    ) -> None:
-        self._codec, self._ratio, self._is_accelerator, self._say_unknown = codec, ratio, is_accelerator, say_unknown
+    def __init__(self, codec: Codec, is_accelerator: bool, say_unknown: Callable[[str], None]) -> None:
+        self._codec, self._is_accelerator, self._say_unknown = codec, is_accelerator, say_unknown
         self.lossy: bool = codec.lossy  # type: ignore[misc]  # that of the class is for real codecs
 
     def __repr__(self) -> str:
@@ -261,7 +258,7 @@ class PlannedCodec(Codec):
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
         if self._is_left_alone(tensor):
-            return (tensor,), _Encoded(None, tensor)
+            return (tensor,), None
         if self._depends_on_data(tensor):
             return self._guessed(tensor, "its size depends on the data")
         try:
@@ -271,15 +268,14 @@ class PlannedCodec(Codec):
             return self._guessed(tensor, f"it needs the data ({type(error).__name__})")
         return parts, _Encoded(spec, tensor)
 
-    def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Encoded) -> torch.Tensor:
-        if spec.spec is not _GUESSED:
-            try:
-                with self._without_addresses():
-                    return self._codec.decode(tensors, spec.spec)
-            except Exception as error:
-                self._say_unknown(f"{self._codec!r}: decode needs the data ({type(error).__name__})")
-        elif self._ratio is None or self._ratio >= 1:
+    def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Encoded | None) -> torch.Tensor:
+        if spec is None:  # the tensor is as it was
             return tensors[0]
+        try:
+            with self._without_addresses():
+                return self._codec.decode(tensors, spec.spec)
+        except Exception as error:
+            self._say_unknown(f"{self._codec!r}: decode needs the data ({type(error).__name__})")
         return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
 
     def _without_addresses(self) -> contextlib.AbstractContextManager[Any]:
@@ -296,18 +292,8 @@ class PlannedCodec(Codec):
         return isinstance(self._codec, Compress) and tensor.numel() > 0
 
     def _guessed(self, tensor: torch.Tensor, why: str) -> tuple[tuple[torch.Tensor, ...], Any]:
-        ratio = self._ratio
-        self._say_unknown(
-            f"{self._codec!r}: {why}; counted "
-            + ("as if it saved nothing" if ratio is None else f"with the ratio {ratio:g} that was given")
-        )
-        if ratio is None or ratio >= 1:
-            return (tensor,), _Encoded(_GUESSED, tensor)
-        encoded = torch.empty(int(tensor.nbytes * ratio), dtype=torch.uint8, device=tensor.device)
-        return (encoded,), _Encoded(_GUESSED, tensor)
-
-
-_GUESSED: Any = object()  # in place of the spec of a codec that did not run
+        self._say_unknown(f"{self._codec!r}: {why}; counted as if it saved nothing")
+        return (tensor,), None
 
 
 class _Encoded:
@@ -430,8 +416,8 @@ class Planned:
         warnings: what attaching warned of.
     """
 
-    def __init__(self, clock: Callable[[], int], is_accelerator: bool) -> None:
-        self.placed = PlacedBytes(clock)
+    def __init__(self, is_accelerator: bool) -> None:
+        self.placed = PlacedBytes()
         self.unknown: list[str] = []
         self.warnings: list[str] = []
         self.inside: dict[str, OpenPipeline] = {}
@@ -457,11 +443,6 @@ class Planned:
         inside = {id(each): each for each in self.inside.values()}
         return sum((each.report() for each in inside.values()), sum(self.reports(), SavedReport()))
 
-    @property
-    def names(self) -> list[tuple[str, ...]]:
-        """For each entry, the names of the modules that it is attached to."""
-        return [saving.names for saving in self._savings]
-
     def say_unknown(self, text: str) -> None:
         if text not in self.unknown:
             self.unknown.append(text)
@@ -476,8 +457,6 @@ def planned(
     entries: Entries,
     *,
     device: str = "cpu",
-    ratios: Mapping[str, float] | None = None,
-    clock: Callable[[], int] = int,
 ) -> Iterator[Planned]:
     """A context manager: inside, ``entries`` are attached to ``model``, whose tensors are fake. Nothing moves.
 
@@ -503,7 +482,7 @@ def planned(
     """
     # See [Note: fake tensors stand for a device].
     is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
-    found = Planned(clock, is_accelerator)
+    found = Planned(is_accelerator)
     seen = _SeenCasts()
     with contextlib.ExitStack() as stack:
         stack.callback(found.placed.note)
@@ -514,7 +493,7 @@ def planned(
         make_hooks = functools.partial(PlannedHooks, seen, is_accelerator)
 
         def open_planned(stages: Pipeline) -> HookSite:
-            opened = _opened(stages, found._stores, ratios or {}, is_accelerator, found)
+            opened = _opened(stages, found._stores, is_accelerator, found)
             return HookSite(opened, make_hooks=make_hooks)
 
         for undo in _exchange_sites(model, open_planned, found):
@@ -556,13 +535,9 @@ def _pairs(model: nn.Module, entries: Entries) -> Sequence[tuple[Any, Pipeline]]
     return stores_within(entries.budget, model, entries.saves, entries.source)
 
 
-def _opened(
-    stages: Pipeline, stores: PlannedStores, ratios: Mapping[str, float], is_accelerator: bool, found: Planned
-) -> OpenPipeline:
+def _opened(stages: Pipeline, stores: PlannedStores, is_accelerator: bool, found: Planned) -> OpenPipeline:
     """The pipeline at work, with codecs and a store that need no bits."""
-    codecs = tuple(
-        PlannedCodec(codec, ratios.get(repr(codec)), is_accelerator, found.say_unknown) for codec in stages.codecs
-    )
+    codecs = tuple(PlannedCodec(codec, is_accelerator, found.say_unknown) for codec in stages.codecs)
     opened = OpenPipeline(
         replace(stages, codecs=codecs, store=stores.of(stages.store)),
         None if stages.recompute is None else PlannedProofs(),

@@ -14,7 +14,7 @@ A :class:`PlannedStore` stands for one place behind the device: host memory, a f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,32 +31,17 @@ from disthooks.saved.stores.turns import Placed
 PLACES = ("device", "host", "disk", "elsewhere", "in flight")
 
 
-class Change(NamedTuple):
-    """The bytes in each place after a change.
-
-    Attributes:
-        moment: what the clock said.
-        held: bytes by place; see :data:`PLACES`.
-    """
-
-    moment: int
-    held: dict[str, int]
-
-
 class PlacedBytes:
-    """The bytes that the stores of a prediction hold, by place and over time.
+    """The bytes that the stores of a prediction hold, by place.
 
     Bytes that are dropped are seen at the next put or read, so ``now`` may be a little too large between them.
 
     Attributes:
         peak: the most bytes that were in each place; the peaks of two places may be of different moments.
-        history: each change, in the order of time.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.peak = dict.fromkeys(PLACES, 0)
-        self.history: list[Change] = []
-        self._clock = clock
         self._sources: list[tuple[str, Callable[[], int]]] = []
 
     @property
@@ -72,9 +57,7 @@ class PlacedBytes:
     def note(self) -> None:
         """Look at all places. Stores call this after each put and each read."""
         held = self.now
-        if not self.history or self.history[-1].held != held:
-            self.history.append(Change(self._clock(), held))
-            self.peak = {place: max(most, held[place]) for place, most in self.peak.items()}
+        self.peak = {place: max(most, held[place]) for place, most in self.peak.items()}
 
 
 class _Entry(Counted):

@@ -59,7 +59,6 @@ class Operator(NamedTuple):
         read: bytes of the tensors that it read.
         written: bytes of the tensors that it wrote.
         dtype: of the tensor that decides how fast it runs, such as "bfloat16"; "" if it has none.
-        is_again: whether the forward was running inside the backward, because a checkpoint computes it again.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Operator(NamedTuple):
     read: int = 0
     written: int = 0
     dtype: str = ""
-    is_again: bool = False
 
 
 @dataclass

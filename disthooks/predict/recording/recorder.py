@@ -180,10 +180,6 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         """Record the tensors that autograd saves inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def moment(self) -> int:
-        """The position of the operator that began last."""
-        return max(0, len(self.record.operators) - 1)
-
     # -- memory
 
     def adopt(self, tensors: Iterable[Any], category: str, device: Literal["device", "host"] = "device") -> None:
@@ -247,7 +243,7 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
 
     def _change(self, allocation: int, nbytes: int) -> None:
         if nbytes:
-            self.record.changes.append(Change(self.moment(), allocation, nbytes))
+            self.record.changes.append(Change(max(0, len(self.record.operators) - 1), allocation, nbytes))
 
     # -- modules
 
@@ -292,9 +288,8 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
             self._operator_at.setdefault(number, name)
         result = func(*args, **kwargs)
         if not _is_view(func):
-            is_again = self._phase == "backward" and bool(self._stack)
             found = cost(func, args, kwargs, result)
-            self.record.operators.append(Operator(name, self._phase, position, *found, is_again))
+            self.record.operators.append(Operator(name, self._phase, position, *found))
             self._see_all(func.namespace in _COMMUNICATION, name, arguments, tensors_in((result,)))
         return result
 
