@@ -109,14 +109,7 @@ def explain_built(builder: Builder, situation: Situation) -> Explanation:
 
 
 def as_device(given: str) -> tuple[str, Device | None]:
-    """The kind of the device, "cuda" or "cpu", and the device itself if ``given`` names one.
-
-    Raises:
-        UsageError: if no device has this name.
-
-    >>> as_device("cuda"), as_device("a100 80")[1].memory_bytes >> 30
-    (('cuda', None), 79)
-    """
+    """The kind of the device, "cuda" or "cpu", and the device itself if ``given`` names one."""
     if given in ("cuda", "cpu"):
         return given, None
     found = device_named(given)
@@ -124,22 +117,12 @@ def as_device(given: str) -> tuple[str, Device | None]:
 
 
 def as_backend(given: str | None) -> Backend | None:
-    """The backend of attention that ``given`` names.
-
-    Raises:
-        UsageError: if there is none.
-    """
     if given is None or given in get_args(Backend):
         return cast("Backend | None", given)
     raise UsageError(f"backend: there is no {given!r}; there are {', '.join(get_args(Backend))}")
 
 
 def as_engine(given: str | EngineSpec | None, world: int) -> EngineSpec:
-    """The engine that ``given`` names, on ``world`` ranks.
-
-    Raises:
-        UsageError: if there is no such engine, or no engine for several ranks.
-    """
     if isinstance(given, EngineSpec):
         return given
     if given is None and world > 1:
@@ -149,7 +132,6 @@ def as_engine(given: str | EngineSpec | None, world: int) -> EngineSpec:
 
 
 def as_entries(given: Any) -> Entries | None:
-    """What to attach, as pairs of patterns and a pipeline, or a plan."""
     if given is None or isinstance(given, Plan):
         return given
     if isinstance(given, (str, os.PathLike, Mapping)):
@@ -160,14 +142,6 @@ def as_entries(given: Any) -> Entries | None:
 
 
 def as_dtype(given: torch.dtype | str | None, what: str) -> torch.dtype | None:
-    """The dtype that ``given`` means.
-
-    Raises:
-        UsageError: if it means none.
-
-    >>> as_dtype("bf16", "autocast")
-    torch.bfloat16
-    """
     if given is None or isinstance(given, torch.dtype):
         return given
     found = getattr(torch, _DTYPES.get(given, given), None)
@@ -177,11 +151,6 @@ def as_dtype(given: torch.dtype | str | None, what: str) -> torch.dtype | None:
 
 
 def as_optimizer(given: str | Callable[[Any], torch.optim.Optimizer] | None) -> Any:
-    """The function that makes the optimizer that ``given`` means; None for none.
-
-    Raises:
-        UsageError: if there is no such optimizer.
-    """
     if given is None or not isinstance(given, str):
         return given
     kind: Any = getattr(torch.optim, _OPTIMIZERS.get(given.lower(), given), None)

@@ -109,7 +109,7 @@ class Memory:
 
     @functools.cached_property
     def allocator(self) -> AllocatorReport | None:
-        """How torch's caching allocator would serve the step; None on a CPU, which has no such allocator."""
+        """How torch's caching allocator would serve the step; None on a CPU."""
         return simulate(events_of(self._record)) if self._situation.device == "cuda" else None
 
     @property
@@ -146,7 +146,6 @@ class Memory:
         return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
 
     def to_dict(self, position: Callable[[str], int], points: int = 600) -> dict[str, Any]:
-        """The peak and the curve."""
         phases, peak = list(self._record.phases), self.peak
         curve = [
             [each.moment, phases.index(each.phase) if each.phase in phases else -1, position(each.module), *each.nbytes]

@@ -49,23 +49,12 @@ _TAKES_GRADIENTS = ("plain", "fsdp2", "hsdp", "tp", "fsdp2+tp")
 
 @dataclass(frozen=True)
 class Situation:
-    """How the step runs.
+    """How the step runs. For the arguments see :func:`~disthooks.predict.explain.explain`.
 
     Attributes:
-        device: "cuda" or "cpu": whose operators save the tensors.
         hardware: the device with its figures; None if it has no name.
-        backend: of attention on "cuda"; None for the one that torch would choose.
-        dtype: the dtype that the model is converted to; None to leave it as it is built.
-        autocast: the dtype of autocast around the forward; None without autocast.
-        optimizer: makes the optimizer from the parameters; None without a step.
-        engine: what takes the model, and on how many ranks.
-        rank: whose memory is asked for.
-        plan: what is attached to the model before the engine takes it; None for nothing.
-        change: changes the model after it is built; None to leave it.
-        loss: makes the loss from the model's output; None for the output's ``loss``, or else the output itself, whose
-            gradient is a tensor of its size.
-        batch: the batch size of this rank; None as it comes.
-        seq: the length of a sequence; None as it comes.
+        plan: what is attached to the model before the engine takes it.
+        change: changes the model after it is built.
     """
 
     device: str = "cuda"
@@ -83,7 +72,6 @@ class Situation:
     seq: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Texts and numbers; None for what is left to the model."""
         made: Any = self.optimizer
         made = getattr(made, "func", made)  # of a partial
         return {
@@ -111,7 +99,6 @@ class Step(NamedTuple):
     """A step that was recorded.
 
     Attributes:
-        record: what happened.
         state: the bytes that the engine and the optimizer hold on this rank after the backward, by kind.
         planned: what the plan did; None without a plan.
         units: the names of the modules that the engine wrapped on their own.
@@ -132,9 +119,6 @@ def record_step(builder: Builder, situation: Situation) -> Step:
 
     The memory of the optimizer's state is there from the beginning, as in every step but the first. With a plan the
     first step is recorded, too: it needs other memory, because the plan has learnt nothing yet.
-
-    Raises:
-        UsageError: if the model cannot be built or run in this way.
     """
     spec = situation.engine
     with contextlib.ExitStack() as stack:
@@ -192,8 +176,6 @@ def _switch(model: nn.Module) -> str:
 
 
 class _Run:
-    """A model that an engine has taken, with its inputs."""
-
     def __init__(
         self, prepared: Prepared, args: Any, kwargs: Any, situation: Situation, world: FakeWorld | None
     ) -> None:
@@ -257,7 +239,6 @@ class _Run:
 
 
 def _adopt(recorder: Recorder, prepared: Prepared) -> None:
-    """Tell the recorder what the engine and the optimizer hold."""
     host = host_storages(prepared)
     for kind, tensor in held(prepared):
         is_host = local_part(tensor).untyped_storage()._cdata in host
@@ -293,11 +274,7 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 def _roots(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torch.Tensor]:
-    """The tensors that backward begins at.
-
-    Raises:
-        UsageError: if none of them requires a gradient.
-    """
+    """The tensors that backward begins at."""
     if loss is not None:
         return [loss(output)]
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -60,15 +60,12 @@ class Advice:
     """One change that makes a step need less memory.
 
     Attributes:
-        title: what to do, in a few words.
-        text: what it saves and costs, in plain English.
         saves: by how many bytes the peak becomes lower.
         nbytes: the peak with the change, in bytes.
-        seconds: how much longer a step takes, in seconds: approximate.
+        seconds: how much longer a step takes: approximate.
         yaml: the lines of ``hooks.yaml`` that do it; "" if a hooks file cannot do it.
         code: the lines of Python, if a hooks file cannot do it. They name what a script has: ``model``, ``batch``,
             ``optimizer``, ``loss_of``, or what the text says.
-        kind: what kind of change it is, such as "offload".
         is_exact: whether gradients stay the same bits.
         is_estimate: whether ``saves`` was estimated from the record, and not by another run on fake tensors.
     """
@@ -85,7 +82,6 @@ class Advice:
     is_estimate: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As a document that JSON can hold."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:
@@ -114,11 +110,7 @@ Tried = dict[str, tuple[list[Advice], Step | None]]
 class Group(NamedTuple):
     """Modules of one class that stand side by side, such as the layers of a decoder.
 
-    Attributes:
-        names: their names.
-        kind: their class.
-        pattern: matches all of them and nothing beside them; "" if no simple pattern does.
-        nbytes: what they save.
+    ``pattern`` matches all of them and nothing beside them; it is "" if no simple pattern does.
     """
 
     names: tuple[str, ...]
@@ -139,28 +131,14 @@ def advise(
 ) -> list[Advice]:
     """The best ``top`` changes, at most one of each kind. See [Note: what advice costs].
 
-    Times are those of the device of the step; if it has no name, those of an H100, or of the CPU.
-
     The exact change with the lowest peak is always among them. If its time makes it a bad choice, it is the last one.
 
     Args:
-        builder: builds the model of ``explanation``.
-        explanation: the step as it is.
-        top: how many.
         limit: the limit of memory, in bytes. If the step is above it, a plan is tried, too, that keeps on the device
             what fits there, and moves the rest.
         patience: no new change is tried after this many seconds.
         progress: called with a line of text after each change.
-        tried: the changes of this explanation that were run before, which are not run again, and those that are run
-            here.
-
-    >>> def build():
-    ...     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), torch.empty(1 << 20, 256)
-    >>> builder, situation = Builder(build), Situation()
-    >>> explanation = Explanation("it", situation, record_step(builder, situation))
-    >>> best = advise(builder, explanation, top=1)[0]
-    >>> best.saves == explanation.peak_bytes - best.nbytes > 0
-    True
+        tried: the changes that were run before, which are not run again; those that are run here are added.
     """
     found = changes(builder, explanation, limit=limit, patience=patience, progress=progress, tried=tried)
     chosen: list[Advice] = []
@@ -183,8 +161,8 @@ def cheapest(
 ) -> Advice | None:
     """The change that brings the step within ``limit`` bytes and adds the least time; None if no change is enough.
 
-    A change with other gradients is chosen only if no exact change is enough, and one with more devices only if no
-    other exact change is enough. An estimated change is chosen only if no change that was tried is enough.
+    An exact change is chosen first, one with more devices only if no other exact change is enough, and an estimated
+    change only if no change that was tried is enough.
     """
     found = changes(builder, explanation, limit=limit, progress=progress, tried=tried)
     enough = [each for each in found if each.nbytes <= limit]
@@ -228,8 +206,6 @@ def changes(
 
 
 class Trial:
-    """Runs candidates, and makes advice of them."""
-
     def __init__(
         self,
         builder: Builder,
@@ -245,7 +221,7 @@ class Trial:
         self._seconds = self._seconds_of(explanation.record)
 
     def of(self, candidate: Candidate) -> list[Advice]:
-        """The advice, if the candidate runs and saves something. It runs once."""
+        """The advice, if the candidate saves something. A candidate of one title runs once."""
         if candidate.title not in self._tried:
             self._tried[candidate.title] = self._run(candidate)
         return self._tried[candidate.title][0]
@@ -428,7 +404,6 @@ def keeping(explanation: Explanation, room: int, title: str, copies: int = 0, **
 
 
 def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
-    """A store that takes tensors out of the device's memory, and what it is called."""
     disk = {"kind": "OnDisk", "directory": DISK}
     if situation.device != "cuda":
         return disk, "a disk"
@@ -438,8 +413,6 @@ def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
 
 
 def checkpointed(names: Sequence[str], before: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
-    """A change of a model: ``before``, and then the forward of each of these modules is checkpointed."""
-
     def change(model: nn.Module) -> None:
         if before is not None:
             before(model)

@@ -38,13 +38,7 @@ _CALLED: dict[What, str] = {"batch": "batch", "seq": "sequence"}
 
 @dataclass(frozen=True)
 class Probe:
-    """One step at one size.
-
-    Attributes:
-        size: the size.
-        nbytes: the highest peak of its steps; 0 if the model refused the size.
-        refusal: why the model refused it; "" if it ran.
-    """
+    """One step at one size; ``nbytes`` is the highest peak of its steps, 0 if the model refused the size."""
 
     size: int
     nbytes: int
@@ -56,15 +50,11 @@ class Largest:
     """The largest batch, or the longest sequence, that fits.
 
     Attributes:
-        what: "batch" or "seq".
         size: the largest size; 0 if none fits; None if the size cannot be set.
-        nbytes: the bytes that it needs; 0 if there is none.
         next_size: the next size, which was tried too; None if there is none.
         next_nbytes: the bytes that the next size needs; None if it did not run.
         end: why there is no larger size: it is above the "limit" of memory; the model "refused" it; the search goes no
             further ("most"); its time was over ("patience"); or the size cannot be set ("unset").
-        text: the same in a sentence.
-        probes: how many steps were run.
     """
 
     what: What
@@ -77,7 +67,6 @@ class Largest:
     probes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As a document that JSON can hold."""
         return {
             "size": self.size,
             "nbytes": self.nbytes,
@@ -93,13 +82,8 @@ class Largest:
 class Fits:
     """Whether a step fits, and how far it can go.
 
-    Attributes:
-        limit: the limit in bytes.
-        explanation: the step as it was asked for.
-        nbytes: the bytes that it needs.
-        batch: the largest batch; None if it was not asked for.
-        seq: the longest sequence; None if it was not asked for.
-        change: the cheapest change with which the step fits; None if it fits as it is, or no known change is enough.
+    ``batch`` and ``seq`` are None if they were not asked for; ``change`` is the cheapest one with which the step fits,
+    None if it fits as it is, or no known change is enough.
     """
 
     limit: int
@@ -114,7 +98,6 @@ class Fits:
         return self.nbytes <= self.limit
 
     def to_dict(self) -> dict[str, Any]:
-        """As a document that JSON can hold."""
         return {
             "limit": self.limit,
             "nbytes": self.nbytes,
@@ -155,16 +138,6 @@ def fits(
 
     The batch is searched with the sequence length of ``situation``, and the sequence with its batch. Each answer is
     proven: this size fits, and the next one that the search takes does not. See [Note: how a size is found].
-
-    Raises:
-        UsageError: if the step does not run as it was asked for, or the limit is not positive.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
-    >>> found = fits(Builder(model, (torch.empty(8, 64),)), Situation(device="cpu"), 1 << 20)
-    >>> found.batch.size, found.batch.nbytes <= 1 << 20 < found.batch.next_nbytes, found.seq.end
-    (293, True, 'unset')
     """
     if limit < 1:
         raise UsageError(f"the limit of memory must be positive, not {limit}")
@@ -211,7 +184,6 @@ class _Search:
         return probe
 
     def at(self, size: int) -> Probe:
-        """The step at ``size``; it runs once."""
         found = self._probes.get(size)
         if found is not None:
             return found
@@ -227,7 +199,6 @@ class _Search:
         return found
 
     def does_fit(self, probe: Probe) -> bool:
-        """Whether the step ran and its bytes are within the limit."""
         return not probe.refusal and probe.nbytes <= self._limit
 
     def largest(self, start: int, patience: float) -> Largest:

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 
 def checkpoint_code(names: Sequence[str]) -> str:
-    """Lines of Python that do what :func:`checkpointed` does to ``model``.
-
-    >>> print(checkpoint_code(["layers.0", "layers.1"]))
-    import functools
-    from torch.utils.checkpoint import checkpoint
-    for name in [f"layers.{i}" for i in range(2)]:
-        block = model.get_submodule(name)
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    """
+    """Lines of Python that do what ``checkpointed`` does to ``model``."""
     return (
         "import functools\n"
         "from torch.utils.checkpoint import checkpoint\n"
@@ -25,14 +17,7 @@ def checkpoint_code(names: Sequence[str]) -> str:
 
 
 def fsdp_code(units: Sequence[str]) -> str:
-    """Lines of Python that shard the modules with these names, and the rest of ``model``.
-
-    >>> print(fsdp_code(["", "layers.0", "layers.1"]))
-    from torch.distributed.fsdp import fully_shard
-    for name in [f"layers.{i}" for i in range(2)]:
-        fully_shard(model.get_submodule(name))
-    fully_shard(model)
-    """
+    """Lines of Python that shard the modules with these names, and the rest of ``model``."""
     names = [each for each in units if each]
     inner = f"for name in {_listed(names)}:\n    fully_shard(model.get_submodule(name))\n" if names else ""
     return f"from torch.distributed.fsdp import fully_shard\n{inner}fully_shard(model)"

@@ -37,21 +37,8 @@ def plan_within(
 ) -> Advice | None:
     """The plan of a hooks file with which the step of ``explanation`` needs no more than ``budget`` bytes.
 
+    None if the step is within the budget as it is; a UsageError, which says how much is missing, if no plan keeps it.
     See [Note: the plan for a budget].
-
-    Returns:
-        The advice, with the lines of YAML; None if the step is within the budget as it is.
-
-    Raises:
-        UsageError: if no plan keeps the budget; it says how much is missing.
-
-    >>> from torch import nn, empty
-    >>> from disthooks import explain
-    >>> builder = Builder(lambda: (nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), empty(1 << 20, 256)))
-    >>> said = explain(builder)
-    >>> found = plan_within(builder, said, said.peak_bytes * 8 // 10)
-    >>> found.nbytes <= said.peak_bytes * 8 // 10, found.yaml.startswith("save:")
-    (True, True)
     """
     if explanation.peak_bytes <= budget:
         return None

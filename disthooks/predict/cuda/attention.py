@@ -26,10 +26,8 @@ Backend = Literal["flash", "efficient", "cudnn", "math"]
 class Gpu(NamedTuple):
     """What the choice of an operator depends on.
 
-    Attributes:
-        order: attention's backends, the first choice first.
-        capability: the GPU's compute capability, such as ``(9, 0)``.
-        priority: torch's own order, as numbers, when ``order`` was made. If a script changes it, torch's is used.
+    ``order`` has attention's backends, the first choice first, and ``priority`` is torch's own order when it was made.
+    If a script changes that, torch's is used.
     """
 
     order: tuple[Backend, ...]
@@ -46,15 +44,7 @@ _ORDERS: dict[str, tuple[Backend, ...]] = {
 
 
 def attention_order(backend: Backend | None, capability: tuple[int, int]) -> tuple[Backend, ...]:
-    """The backends of attention that torch tries, the first choice first; see [Note: the choice of a backend].
-
-    >>> attention_order(None, (8, 0))
-    ('flash', 'efficient', 'math')
-    >>> attention_order(None, (9, 0))
-    ('cudnn', 'flash', 'efficient', 'math')
-    >>> attention_order("efficient", (9, 0))
-    ('efficient', 'math')
-    """
+    """The backends of attention that torch tries, the first choice first; see [Note: the choice of a backend]."""
     if backend is None:
         backend = "cudnn" if capability[0] in (9, 10) else "flash"
     if backend not in _ORDERS:
@@ -76,7 +66,6 @@ class Attention(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
@@ -182,11 +171,7 @@ _NUMBERS: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn
 
 
 def torch_priority() -> tuple[int, ...]:
-    """The order in which torch tries the backends, which ``sdpa_kernel(..., set_priority=True)`` changes.
-
-    >>> sorted(torch_priority())[:4]
-    [0, 1, 2, 3]
-    """
+    """The order in which torch tries the backends, which ``sdpa_kernel(..., set_priority=True)`` changes."""
     return tuple(torch._C._get_sdp_priority_order())
 
 

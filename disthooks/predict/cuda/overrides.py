@@ -69,21 +69,8 @@ class _Shared(Generic[_S]):
 class Overrides(_Shared[_S]):
     """Kernels for operators of aten at one dispatch key; see [Note: kernels of one thread].
 
-    Args:
-        key: the dispatch key, such as ``"AutogradCPU"``.
-        kernels: gives the kernels, by the name of the operator without ``aten::``.
-        others: gives kernels for other dispatch keys, by name and key. They are called with the operator's arguments
-            alone, in every thread.
-
-    >>> def times(factor, operator, keys, tensor, p, train):
-    ...     return original(operator, tensor, p, train) if factor is None else tensor * factor
-    >>> overrides = Overrides("AutogradCPU", lambda: {"alpha_dropout": times})
-    >>> x = torch.ones(2, device="cpu")
-    >>> with overrides.active(2):
-    ...     torch.alpha_dropout(x, 0.5, False)
-    tensor([2., 2.])
-    >>> torch.alpha_dropout(x, 0.5, False)
-    tensor([1., 1.])
+    ``kernels`` gives them by the name of the operator without ``aten::``. ``others`` gives kernels for other dispatch
+    keys, by name and key: they are called with the operator's arguments alone, in every thread.
     """
 
     def __init__(
@@ -125,18 +112,8 @@ class Overrides(_Shared[_S]):
 class Replacements(_Shared[_S]):
     """Functions that stand under the names of others; see [Note: kernels of one thread].
 
-    Args:
-        functions: gives the functions, by the object that has the attribute, and its name. The first argument of each
-            is the function that it replaces.
-
-    >>> class owner:
-    ...     speak = staticmethod(lambda: "no")
-    >>> replacements = Replacements(lambda: {(owner, "speak"): lambda before: before() + ", yes"})
-    >>> with replacements.active(True):
-    ...     owner.speak()
-    'no, yes'
-    >>> owner.speak()
-    'no'
+    ``functions`` gives them by the object that has the attribute, and its name. The first argument of each is the
+    function that it replaces.
     """
 
     def __init__(self, functions: Callable[[], Mapping[tuple[Any, str], Callable[..., Any]]]) -> None:
@@ -189,20 +166,11 @@ def _operator(name: str) -> Any:
 
 
 def has_operator(name: str) -> bool:
-    """Whether this torch has the operator ``aten::name``.
-
-    >>> has_operator("softmax.int"), has_operator("softmax.no")
-    (True, False)
-    """
     return torch._C._dispatch_has_kernel(f"aten::{name}")
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Whether this torch has a kernel for the operator ``aten::name`` at ``key`` itself.
-
-    >>> has_kernel("linear", "AutocastCPU"), has_kernel("exp", "AutocastCPU")
-    (True, False)
-    """
+    """Whether this torch has a kernel for the operator ``aten::name`` at ``key`` itself."""
     return has_operator(name) and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 

@@ -32,14 +32,8 @@ _CPU = torch.device("cpu")
 def redirect_cuda(hardware: Device | None = None) -> Iterator[None]:
     """Let code that names CUDA run on a machine without it, in this thread: each such name means the CPU.
 
-    It is made for fake tensors. ``device="cuda"`` in a factory or a generator, ``torch.device("cuda:1")``,
-    ``.to("cuda")`` and ``.cuda()`` of a tensor or a module work inside. So do ``torch.cuda.current_device()``,
-    ``set_device``, ``synchronize``, ``empty_cache``, ``mem_get_info``, ``get_device_properties``, streams, events,
-    random states, nvtx and the like. Memory is not pinned. ``tensor.device`` is the CPU.
-
-    Args:
-        hardware: the GPU whose name, memory and compute capability are read. Without it the compute capability is
-            :data:`~disthooks.predict.hardware.devices.CAPABILITY`, and reading the memory is a UsageError.
+    It is made for fake tensors. Memory is not pinned, and ``tensor.device`` is the CPU. Without ``hardware`` the
+    compute capability is ``CAPABILITY``, and reading the memory is a UsageError.
 
     >>> with redirect_cuda():
     ...     torch.ones(2, device="cuda").cuda(), torch.device("cuda"), torch.nn.Linear(2, 2).to("cuda").weight.device
@@ -63,11 +57,6 @@ class _Gpu(NamedTuple):
         return "NVIDIA GPU" if self.hardware is None else self.hardware.name
 
     def known(self, what: str) -> Device:
-        """The device, whose ``what`` is read.
-
-        Raises:
-            UsageError: if it has no name.
-        """
         if self.hardware is None:
             raise UsageError(f'{what} is not known of "cuda": name the device, such as device="h100"')
         return self.hardware
@@ -88,7 +77,6 @@ class Properties:
 
     @property
     def multi_processor_count(self) -> int:
-        """The number of streaming multiprocessors."""
         return self._gpu.known("multi_processor_count").multiprocessors
 
     def __getattr__(self, name: str) -> Any:
@@ -133,11 +121,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 class Idle:
-    """A stream or an event that has nothing to wait for. Its methods return itself, which is true.
-
-    >>> Idle().query().wait().elapsed_time(Idle())
-    0.0
-    """
+    """A stream or an event that has nothing to wait for. Its methods return itself, which is true."""
 
     device = _CPU
     cuda_stream = stream_id = 0
@@ -154,7 +138,6 @@ class Idle:
         return lambda *args, **kwargs: self
 
     def elapsed_time(self, end: object) -> float:
-        """No milliseconds."""
         return 0.0
 
 
@@ -166,8 +149,6 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 
 def _by_gpu(answer: Callable[[_Gpu], Any]) -> Callable[..., Any]:
-    """The answer of this thread's device."""
-
     def call(before: Any, *args: Any, **kwargs: Any) -> Any:
         gpu = _replacements.setting
         assert gpu is not None
@@ -195,7 +176,6 @@ def _has_bf16(before: Any, including_emulation: bool = True) -> bool:
 
 
 def _on_cpu(before: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a ``torch.Generator``."""
     args, device = args[:0] if args and _names_cuda(args[0]) else args, kwargs.get("device")
     return before(*args, **({} if _names_cuda(device) else kwargs))
 
@@ -274,13 +254,6 @@ def foreach_as_on_cuda() -> Iterator[None]:
 
     On CUDA an optimizer whose ``foreach`` is None works on all parameters at once, which is faster and needs more
     memory during the step. On the CPU it works on one parameter after the other.
-
-    >>> from torch._subclasses.fake_tensor import FakeTensorMode
-    >>> with FakeTensorMode(), foreach_as_on_cuda():
-    ...     weight = torch.nn.Parameter(torch.ones(2))
-    ...     adam = torch.optim.AdamW([weight])
-    ...     weight.sum().backward()
-    ...     adam.step()  # calls torch._foreach_addcdiv_ and others
     """
     with _foreach.active(True), _fake_types():
         yield

@@ -81,16 +81,6 @@ def as_on_cuda(backend: Backend | None = None, *, capability: tuple[int, int] = 
 
     Open it inside the ``FakeTensorMode``, and a mode that records operators inside of it. Backward has to run inside,
     too. Real tensors and other threads are not affected.
-
-    Raises:
-        ValueError: if there is no such backend.
-
-    >>> from torch._subclasses.fake_tensor import FakeTensorMode
-    >>> with FakeTensorMode(), as_on_cuda("flash"):
-    ...     q = torch.ones(1, 2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    ...     type(out.grad_fn).__name__, out.grad_fn._saved_logsumexp.nbytes
-    ('ScaledDotProductFlashAttentionBackward0', 128)
     """
     gpu = Gpu(attention_order(backend, capability), capability, torch_priority())
     with _overrides.active(gpu), _modules.active(gpu), _CudaOutputs():  # type: ignore[no-untyped-call]
@@ -239,7 +229,6 @@ class SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, weight: Any, bias: Any, world: int) -> torch.Tensor:
-        """``tensor`` is ``[N, C, ...]``; ``weight`` and ``bias`` are ``[C]`` or None."""
         is_kept = tensor.is_contiguous() or _format(tensor) != torch.contiguous_format
         tensor = tensor if is_kept else tensor.contiguous()
         mean = tensor.new_empty(tensor.size(1), dtype=_accumulated(tensor.dtype))

@@ -38,10 +38,8 @@ _assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defi
 class FakeReducer:
     """Stands in for ``torch.distributed.Reducer``. The arguments are those of the C++ class.
 
-    Attributes:
-        buckets: the flat tensors, in the order in which backward fills them.
-        used_maps: which parameters a step used; empty without `find_unused_parameters` and a static graph.
-        bucket_indices: for each bucket the positions of its parameters in ``params``.
+    ``buckets`` are the flat tensors, in the order in which backward fills them, and ``bucket_indices`` the positions of
+    their parameters. ``used_maps`` are there with `find_unused_parameters` or a static graph.
     """
 
     def __init__(
@@ -132,7 +130,6 @@ class FakeReducer:
         """Do nothing; torch's reducer takes the time here."""
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
-        """Expect gradients: the forward is over."""
         self._expects_gradients = True
         if not self._has_rebuilt:
             self._order.clear()

@@ -107,13 +107,12 @@ class EngineSpec:
 
 @dataclasses.dataclass
 class Prepared:
-    """A model that an engine has taken, on one rank. :func:`apply_engine` makes it.
+    """A model that an engine has taken, on one rank.
 
     Attributes:
         model: what a training loop calls; for DeepSpeed its engine.
-        spec: the engine.
         units: the names of the modules that were wrapped on their own, in model order; "" is the root.
-        optimizer: the optimizer over this rank's parameters; for DeepSpeed what it made of that.
+        optimizer: over this rank's parameters; for DeepSpeed what it made of that.
     """
 
     model: Any
@@ -122,18 +121,13 @@ class Prepared:
     optimizer: Any = None
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward, in the engine's own way."""
         if self.spec.is_deepspeed:
             zero.backward(self.model, loss)
         else:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """The optimizer's step; then gradients are None, as after ``zero_grad()``.
-
-        Raises:
-            UsageError: when there is no optimizer.
-        """
+        """The optimizer's step; then gradients are None, as after ``zero_grad()``."""
         if self.spec.is_deepspeed:
             zero.step(self.model)
             return
@@ -149,20 +143,11 @@ class Prepared:
 
 
 def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None = None) -> Prepared:
-    """Give ``model`` to the engine.
+    """Give ``model``, with parameters on the CPU, to the engine, which changes its modules in place.
 
-    Call it inside :func:`~disthooks.predict.engines.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode
-    on under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model
-    needs none.
-
-    Args:
-        model: parameters on the CPU. As with the engines themselves, its modules are changed in place.
-        optimizer: makes the optimizer from the parameters that this rank trains. DeepSpeed has one in its configuration
-            if this is None.
-
-    Raises:
-        UsageError: when the process group is not that of ``spec``, no module has the class that ``wrap`` names, a plan
-            of tensor parallelism is missing or not understood, or DeepSpeed is not installed.
+    Call it inside ``fake_world`` of ``spec.world`` ranks, with the FakeTensorMode on under which ``model`` was built;
+    or in a real process group of as many ranks, with a real model. A plain model needs none. ``optimizer`` gets the
+    parameters that this rank trains; without it DeepSpeed has one in its configuration.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> prepared = apply_engine(model, EngineSpec("plain"), torch.optim.AdamW)
@@ -191,10 +176,7 @@ _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam
 
 @contextlib.contextmanager
 def local_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer has this rank's parts in place of DTensors, if that changes nothing.
-
-    A real run and the optimizers of others are left alone. See [Note: the step of the shards].
-    """
+    """Inside, the optimizer has this rank's parts in place of DTensors. See [Note: the step of the shards]."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     parts = {weight: _local(weight) for weight in weights}
     kind = type(optimizer)
@@ -322,10 +304,6 @@ def block_classes(model: nn.Module) -> tuple[str, ...]:
 
     Otherwise the classes that occur several times in a ``ModuleList`` or ``Sequential``, outside of other such blocks,
     and hold at least 5% of all parameters.
-
-    >>> layer = nn.TransformerEncoderLayer(8, 2)
-    >>> block_classes(nn.TransformerEncoder(layer, 3))
-    ('TransformerEncoderLayer',)
     """
     named = {type(module).__name__ for module in model.modules()}
     own = [name for name in getattr(model, "_no_split_modules", None) or () if name in named]
@@ -352,12 +330,6 @@ def blocks(model: nn.Module, classes: Sequence[str] | str | None = ()) -> dict[s
     """The modules, by name and in model order, that become units of FSDP: those of ``classes``, the outermost only.
 
     Without classes :func:`block_classes` finds them. None: no module becomes a unit.
-
-    Raises:
-        UsageError: when no module has one of the classes that were asked for.
-
-    >>> list(blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
-    ['0', '2']
     """
     if classes is None:
         return {}
@@ -388,15 +360,7 @@ def _parallelize(model: nn.Module, spec: EngineSpec, mesh: Any) -> None:
 def tensor_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The plan of ``parallelize_module``: each module's name and the style that shards it.
 
-    Args:
-        plan: patterns such as "layers.*.mlp.up" to torch's styles, or to the names that transformers has for them
-            ("colwise", "rowwise", "colwise_gather_output", ...). None: the model's own ``_tp_plan``.
-
-    Raises:
-        UsageError: when there is no plan, a pattern matches no module, or a name is unknown.
-
-    >>> sorted(tensor_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"0": "colwise", "1": "rowwise"}))
-    ['0', '1']
+    The patterns of ``plan``, or of the model's own ``_tp_plan``, name torch's styles or transformers' names for them.
     """
     patterns = plan if plan is not None else getattr(model, "_tp_plan", None)
     if not patterns:
@@ -443,19 +407,10 @@ def _style(name: str, module: str) -> Any:
 
 
 def state_bytes(prepared: Prepared) -> dict[str, int]:
-    """The bytes that this rank holds now, by kind. Fake and real tensors are counted alike.
+    """The bytes that this rank holds now, by kind; ``host`` is the part of these in the memory of the host (offload).
 
-    Each storage is counted whole (with padding) and once, under the first kind that has it:
-
-    - ``parameters``: what the modules have, with FSDP's flat parameters and ZeRO's shards;
-    - ``master``: DeepSpeed's fp32 copies;
-    - ``gradients``: ``.grad`` of each parameter, and DeepSpeed's gradients of this rank's partition. Where a gradient
-      is a view of a bucket, the bucket is counted here;
-    - ``optimizer``: the tensors of the optimizer's state;
-    - ``communication``: buckets, and what else DeepSpeed holds;
-    - ``buffers``: the buffers of the modules.
-
-    ``host`` is the part of these that the engine keeps in the memory of the host (offload).
+    Each storage is counted whole (with padding) and once, under the first kind that has it. Where a gradient is a view
+    of a bucket, the bucket is in ``gradients``. ``communication`` is buckets, and what else DeepSpeed holds.
 
     >>> state_bytes(apply_engine(nn.BatchNorm1d(4), EngineSpec("plain")))
     {'parameters': 32, 'master': 0, 'gradients': 0, 'optimizer': 0, 'communication': 0, 'buffers': 40, 'host': 0}
@@ -502,16 +457,12 @@ def _flat_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def host_storages(prepared: Prepared) -> dict[int, int]:
-    """The addresses and bytes of the storages that the engine keeps in the host's memory.
-
-    FSDP offloads parameters, gradients and state together.
-    """
+    """The addresses and bytes of the storages that the engine keeps in the host's memory."""
     if prepared.spec.is_deepspeed:
         return zero.host_storages(prepared.model)
     options = prepared.spec.options

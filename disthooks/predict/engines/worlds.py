@@ -83,8 +83,8 @@ class FakeWorld:
 
     Attributes:
         stack: what is undone at the end; code that patches something for the time of the world adds to it.
-        around_propagation: a recorder sets it. It makes a context manager, inside which DTensor computes the shapes of
-            the whole; what that allocates exists on no rank. See [Note: shapes of the whole].
+        around_propagation: makes a context manager, inside which DTensor computes the shapes of the whole. See
+            [Note: shapes of the whole].
     """
 
     size: int
@@ -97,10 +97,6 @@ _worlds: list[FakeWorld] = []
 
 
 def current_world() -> FakeWorld | None:
-    """The world that :func:`fake_world` has made and not ended yet.
-
-    >>> current_world()
-    """
     return _worlds[-1] if _worlds else None
 
 
@@ -110,15 +106,8 @@ def fake_world(size: int, rank: Rank = 0) -> Iterator[FakeWorld]:
 
     ``init_device_mesh``, ``new_group``, DDP, FSDP, ``fully_shard`` and ``parallelize_module`` work inside, on fake
     tensors and on real ones. A collective leaves its output as it was: on real tensors the numbers are wrong.
-    Afterwards there is no process group, and torch is as it was before.
-
-    Args:
-        size: the number of ranks, at least 1.
-        rank: a number; or "largest" for a rank whose shards are the largest where sizes do not divide, which is the
-            first one of all engines; or "smallest", which is the last one.
-
-    Raises:
-        UsageError: when the rank is not in the world, or when a process group exists already.
+    Afterwards there is no process group, and torch is as it was before. The "largest" rank, whose shards are the
+    largest where sizes do not divide, is the first one of all engines, and the "smallest" is the last one.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> with fake_world(1024, "smallest") as world, FakeTensorMode():

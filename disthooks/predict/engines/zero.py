@@ -75,11 +75,6 @@ def initialize(
     options: Mapping[str, Any],
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
 ) -> Any:
-    """What ``deepspeed.initialize`` returns first: the engine.
-
-    Raises:
-        UsageError: when DeepSpeed is not installed, or for another dtype, or when ``options`` say another stage.
-    """
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
     except ImportError as error:
@@ -117,7 +112,6 @@ def _configuration(
 
 
 def backward(engine: Any, loss: torch.Tensor) -> None:
-    """The engine's backward."""
     with _answers():
         engine.backward(loss)
 

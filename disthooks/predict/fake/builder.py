@@ -34,11 +34,7 @@ _POSITIONS = re.compile(r"(?!.*rel)(wpe|.*pos)", re.IGNORECASE)
 
 
 class Builder:
-    """Makes a model and its inputs, any number of times.
-
-    Raises:
-        UsageError: if ``source`` is neither.
-    """
+    """Makes a model and its inputs, any number of times."""
 
     def __init__(self, source: nn.Module | Callable[..., Any], inputs: tuple[Any, ...] = (), name: str = "") -> None:
         if not isinstance(source, nn.Module) and not callable(source):
@@ -59,14 +55,7 @@ class Builder:
         return next((name for name in names if name in parameters), None)
 
     def size(self, what: What) -> int:
-        """The batch size, or the length of a sequence, that the inputs have as they come; at least 1.
-
-        Raises:
-            UsageError: if it cannot be set, or the model cannot be built.
-
-        >>> Builder(nn.Linear(4, 4), (torch.empty(8, 4),)).size("batch")
-        8
-        """
+        """The batch size, or the length of a sequence, that the inputs have as they come; at least 1."""
         name = self.takes(_NAMES[what])
         if name is not None:
             default = inspect.signature(self._source).parameters[name].default
@@ -79,11 +68,7 @@ class Builder:
     def build(
         self, fakes: Fakes, batch: int | None = None, seq: int | None = None
     ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The model, and the positional and keyword arguments of its forward; all of them are fake.
-
-        Raises:
-            UsageError: if the function fails or returns something else, or the size cannot be set.
-        """
+        """The model, and the positional and keyword arguments of its forward; all of them are fake."""
         inputs: Any = self._inputs or None
         if isinstance(self._source, nn.Module):
             model = fakes.copy(self._source)
@@ -122,11 +107,7 @@ class Builder:
         return model, given
 
     def _check_arguments(self, wanted: Mapping[str, int]) -> None:
-        """Refuse a function that takes arguments which nobody gives.
-
-        Raises:
-            UsageError: with their names, and what to do.
-        """
+        """Refuse a function that takes arguments which nobody gives."""
         try:
             parameters = inspect.signature(self._source).parameters.values()
         except (TypeError, ValueError):
@@ -177,7 +158,6 @@ def _sized(values: Any, what: What) -> tuple[int, list[torch.Tensor]]:
 
 
 def _resized(values: Any, what: What, size: int) -> Any:
-    """``values`` with tensors of another size in one dimension."""
     _, sized = _sized(values, what)
     chosen = {id(each) for each in sized}
 

@@ -116,8 +116,6 @@ def hooks_of_the_model(fakes: Fakes) -> Iterator[None]:
 
 
 class Fakes(NamedTuple):
-    """What a fake run has: the fake mode, and the values of small tensors."""
-
     mode: FakeKernels
     values: Values
 
@@ -143,11 +141,7 @@ class Fakes(NamedTuple):
         return pytree.tree_map_only(torch.Tensor, one, value)
 
     def copy(self, model: nn.Module) -> nn.Module:
-        """A copy of ``model`` without its memory.
-
-        Raises:
-            UsageError: if the module cannot be copied.
-        """
+        """A copy of ``model`` without its memory."""
         tensors = [*model.parameters(), *model.buffers()]
         if tensors and all(isinstance(each, FakeTensor) for each in tensors):
             return model

@@ -59,15 +59,7 @@ _LOG = "torch._subclasses.fake_tensor"
 
 
 class FakeKernels(_Mode):  # type: ignore[misc]
-    """A FakeTensorMode that assumes what it cannot know.
-
-    >>> told = []
-    >>> with FakeKernels(lambda *each: told.append(each)):
-    ...     x = torch.ones(8, 8)
-    ...     y = x[x > 0]
-    >>> y.shape, told
-    (torch.Size([64]), [('aten.nonzero', 'all 64 elements count')])
-    """
+    """A FakeTensorMode that assumes what it cannot know, and tells ``told`` what, and what it assumed."""
 
     def __init__(self, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
         # Tensors with rows of several lengths need one. No number in it may stand for a value that is not known.
@@ -297,7 +289,6 @@ def _refuse_dtypes(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The product of groups of rows, or of columns, with one matrix for each group (torch's ``_grouped_mm``)."""
     a, b = args[0], args[1]
     offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     if a.dim() == 2 and b.dim() == 2:
@@ -392,7 +383,6 @@ def _multilabel_margin_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...],
 
 
 def _pad2d(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The result of a padding of two dimensions, in the format of its input. See [Note: kernels that differ]."""
     made: torch.Tensor = _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
     is_channels_last = args[0].dim() == 4 and suggest_memory_format(args[0]) is torch.channels_last
     if not is_channels_last or made.is_contiguous(memory_format=torch.channels_last):

@@ -27,14 +27,11 @@ class _FakeParameter(_Parameter, FakeTensor):  # type: ignore[misc]
 
 
 class _FakeBuffer(_Buffer, FakeTensor):  # type: ignore[misc]
-    """A fake buffer whose size is not known yet."""
-
     cls_to_become = FakeTensor
     shape = torch.Tensor.shape
 
 
 def new_parameter(cls: Any, requires_grad: bool = True, device: Any = None, dtype: Any = None) -> Any:
-    """``UninitializedParameter.__new__`` for a fake run."""
     made: Any = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad)
     made.__class__ = _FakeParameter
     return made
@@ -43,7 +40,6 @@ def new_parameter(cls: Any, requires_grad: bool = True, device: Any = None, dtyp
 def new_buffer(
     cls: Any, requires_grad: bool = False, device: Any = None, dtype: Any = None, persistent: bool = True
 ) -> Any:
-    """``UninitializedBuffer.__new__`` for a fake run."""
     made: Any = torch.empty(0, device=device, dtype=dtype, requires_grad=requires_grad)
     made.persistent, made._is_buffer = persistent, True
     made.__class__ = _FakeBuffer
@@ -59,9 +55,5 @@ def copy_lazy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def has_lazy(model: nn.Module) -> bool:
-    """Whether a parameter or buffer of ``model`` has no size yet.
-
-    >>> has_lazy(nn.Sequential(nn.LazyLinear(4))), has_lazy(nn.Linear(4, 4))
-    (True, False)
-    """
+    """Whether a parameter or buffer of ``model`` has no size yet."""
     return any(is_lazy(each) for each in [*model.parameters(), *model.buffers()])

@@ -24,11 +24,7 @@ def device_of(tensor: FakeTensor) -> torch.device:
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """All tensors in ``values``, however deep, in the order of ``torch.utils._pytree``.
-
-    >>> len(tensors_in([torch.ones(1), (torch.ones(1), 2)], {"out": torch.ones(1)}))
-    3
-    """
+    """All tensors in ``values``, however deep, in the order of ``torch.utils._pytree``."""
     found: list[torch.Tensor] = []
     for value in values:
         _add(value, found)

@@ -29,10 +29,8 @@ _in_kernel: Callable[[Any], Any] = in_kernel_invocation_manager
 class _Output(NamedTuple):
     """A tensor that an operator gives.
 
-    Attributes:
-        argument: the position of the argument that it is; -1 if it is a new tensor.
-        reach: for a view, which lies over the memory of the first argument: the bytes of that memory up to its end;
-            None if the tensor has memory of its own.
+    ``argument`` is the position of the argument that it is; -1 if it is a new tensor. ``reach`` is, for a view over the
+    memory of the first argument, the bytes of that memory up to its end.
     """
 
     argument: int

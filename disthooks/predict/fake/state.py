@@ -37,14 +37,6 @@ def state_put_back() -> Iterator[None]:
     """Inside, gradients are on, autocast is off, and libraries ask no hub. At the end the state of before is back.
 
     A second thread waits until the first one is through. See [Note: one prediction at a time].
-
-    >>> with torch.no_grad():
-    ...     with state_put_back():
-    ...         torch.set_default_dtype(torch.float64)
-    ...         torch.is_grad_enabled()
-    ...     torch.is_grad_enabled(), torch.get_default_dtype()
-    True
-    (False, torch.float32)
     """
     with _turn, contextlib.ExitStack() as stack:
         for get, put_back in _switches():

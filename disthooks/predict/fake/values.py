@@ -67,14 +67,7 @@ _FILL: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
 
 
 class Values(_Mode):  # type: ignore[misc]
-    """A dispatch mode, to be entered inside a fake mode. See [Note: values beside fake tensors].
-
-    >>> from disthooks.predict.fake.kernels import FakeKernels
-    >>> with FakeKernels() as mode, Values(mode):
-    ...     mask = torch.arange(6) % 3 == 0
-    ...     bool(mask.all()), torch.empty(6, 2)[mask].shape
-    (False, torch.Size([2, 2]))
-    """
+    """A dispatch mode, to be entered inside a fake mode. See [Note: values beside fake tensors]."""
 
     def __init__(self, mode: Any, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
         super().__init__()
@@ -163,10 +156,7 @@ class Values(_Mode):  # type: ignore[misc]
     def _is_telling(self, value: torch.Tensor, fewest: int = 1) -> bool:
         """Whether a value is worth keeping. See [Note: floating-point numbers with values].
 
-        Args:
-            value: a real tensor.
-            fewest: the least number of different elements, 1 or 2, that a mask of floating-point numbers has; 2 takes
-                masks alone.
+        A mask of floating-point numbers has ``fewest`` different elements or more: 1 or 2.
         """
         if not _is_fraction(value.dtype) or value.numel() <= (1 if fewest == 2 else _MOST_FLOATS):
             return True

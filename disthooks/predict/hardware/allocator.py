@@ -57,9 +57,6 @@ ROUND_LARGE = 2 * MiB
 def round_up(nbytes: int) -> int:
     """The bytes of a block for a tensor of ``nbytes`` bytes; 0 for a tensor without elements.
 
-    ``memory_allocated`` counts at least this. It counts up to 1 MiB more if the free block that was found is a little
-    larger (see the note at the top of this file).
-
     >>> round_up(1), round_up(512), round_up(1_000_000), round_up(0)
     (512, 512, 1000448, 0)
     """
@@ -67,11 +64,7 @@ def round_up(nbytes: int) -> int:
 
 
 def segment_bytes(nbytes: int) -> int:
-    """The bytes that torch asks the driver for, if it has no free block for ``nbytes`` bytes.
-
-    >>> [segment_bytes(size) // 2**20 for size in (1, 2**20, 2**20 + 1, 10 * 2**20, 21 * 2**20)]
-    [2, 2, 20, 10, 22]
-    """
+    """The bytes that torch asks the driver for, if it has no free block for ``nbytes`` bytes."""
     if nbytes <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if nbytes < LARGE_REQUEST:
@@ -84,13 +77,9 @@ class OutOfMemory(Exception):
 
 
 class AllocatorReport(NamedTuple):
-    """What the allocator did with the events of a step. The peaks are those before the request that did not fit.
+    """What the allocator did with the events of a step, up to a request that did not fit: peaks in bytes.
 
-    Attributes:
-        allocated_peak: the largest sum of the blocks in use, in bytes: ``torch.cuda.max_memory_allocated()``.
-        reserved_peak: the most memory taken from the driver, in bytes: ``torch.cuda.max_memory_reserved()``.
-        requested_peak: the largest sum of the sizes that were asked for, in bytes, without any rounding.
-        fits: whether every request was met.
+    ``requested_peak`` is the largest sum of the sizes that were asked for, without any rounding.
     """
 
     allocated_peak: int
@@ -100,15 +89,7 @@ class AllocatorReport(NamedTuple):
 
 
 class Block:
-    """A range of addresses of one segment.
-
-    Attributes:
-        address: the first address, in bytes.
-        size: bytes.
-        pool: the pool that the block belongs to.
-        is_free: whether no tensor uses it.
-        before, after: the neighbours in the same segment; None at its ends.
-    """
+    """A range of addresses of one segment; ``before`` and ``after`` are its neighbours there."""
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
@@ -167,22 +148,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device and one stream. See [Note: what is modelled] and [Note: what is left out].
-
-    Attributes:
-        allocated: the bytes of all blocks in use now.
-        reserved: the bytes taken from the driver and not given back.
-        retries: how often the cached memory was given back to meet a request.
-
-    >>> cuda = CachingAllocator()
-    >>> block = cuda.allocate(3 * 2**20)
-    >>> cuda.allocated // 2**20, cuda.reserved // 2**20
-    (3, 20)
-    >>> cuda.free(block)
-    >>> cuda.empty_cache()
-    >>> cuda.allocated, cuda.reserved
-    (0, 0)
-    """
+    """The allocator of one device and one stream. See [Note: what is modelled] and [Note: what is left out]."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -191,11 +157,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, nbytes: int) -> Block:
-        """Find or make a block for ``nbytes`` bytes, which must be positive.
-
-        Raises:
-            OutOfMemory: if the limit does not allow it. Cached memory was given back by then.
-        """
+        """Find or make a block for ``nbytes`` bytes, which must be positive."""
         size = round_up(nbytes)
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = self._cached_block(pool, size) or self._new_block(pool, size)
@@ -212,7 +174,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give ``block``, which :meth:`allocate` returned, back to its pool."""
         pool = block.pool
         self.allocated -= block.size
         block.is_free = True
@@ -266,14 +227,12 @@ def events_of(record: StepRecord) -> list[tuple[int, int]]:
 def simulate(events: Iterable[tuple[int, int]], limit: int | None = None) -> AllocatorReport:
     """Follow births and deaths of tensors through torch's caching allocator.
 
-    Args:
-        events: in order, ``(serial, nbytes)`` for the birth of a storage, and ``(serial, 0)`` for its death.
-        limit: the bytes that the driver can give to torch; None for no limit.
+    An event is ``(serial, nbytes)`` for the birth of a storage, and ``(serial, 0)`` for its death. ``limit`` is the
+    bytes that the driver can give to torch.
 
     >>> MiB = 2**20
-    >>> report = simulate([(1, 3 * MiB), (2, 3 * MiB), (1, 0), (3, 16 * MiB), (2, 0)])
-    >>> report.allocated_peak // MiB, report.reserved_peak // MiB
-    (19, 36)
+    >>> simulate([(1, 3 * MiB), (2, 3 * MiB), (1, 0), (3, 16 * MiB), (2, 0)]).reserved_peak // MiB
+    36
     >>> simulate([(1, 30 * MiB), (2, 30 * MiB)], limit=50 * MiB).fits
     False
     """
@@ -304,12 +263,6 @@ def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport) -> i
 
     It lies between the peak of the blocks in use and that of the memory taken from the driver, because the allocator
     gives cached memory back before it fails.
-
-    >>> MiB = 2**20
-    >>> events = [(1, 30 * MiB), (1, 0), (2, 40 * MiB)]
-    >>> report = simulate(events)
-    >>> report.reserved_peak // MiB, least_limit(events, report) // MiB
-    (70, 40)
     """
     low, high = report.allocated_peak, report.reserved_peak
     if simulate(events, low).fits:

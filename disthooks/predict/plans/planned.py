@@ -216,14 +216,10 @@ class PlannedContent(StoredContent):
 
 
 class PlannedRecomputed(PlannedContent, Recomputed):
-    """A :class:`Recomputed` of a fake tensor."""
-
     __slots__ = ()
 
 
 class PlannedSmallCopy(SmallCopy):
-    """A :class:`SmallCopy` of a fake tensor."""
-
     __slots__ = ()
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
@@ -413,7 +409,6 @@ class Planned:
         placed: the bytes that stores hold, by place, now and at most.
         inside: for each module that had hooks before, its name and the open pipeline that takes their place.
         unknown: what cannot be known without data, one sentence each.
-        warnings: what attaching warned of.
     """
 
     def __init__(self, is_accelerator: bool) -> None:
@@ -463,13 +458,6 @@ def planned(
     Run one or more training steps inside, under the ``FakeTensorMode`` of the model's tensors. At the end all hooks are
     removed, and everything is as it was. Hooks that the model has already, from wrappers such as ``SaveWith`` or from
     ``save_activations``, are a part of the prediction. Those of a ``saving`` block in its code keep their tensors.
-
-    Yields:
-        The :class:`Planned`, whose figures grow with each step.
-
-    Raises:
-        MatchError, AttachError, ConfigError: as :func:`disthooks.save_activations` and ``Plan.save`` raise them.
-        StoreError: in the step, if a store is full; a real step would raise it too.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> from disthooks import OnDisk

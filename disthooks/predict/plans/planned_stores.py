@@ -63,11 +63,7 @@ class PlacedBytes:
 class _Entry(Counted):
     """A tensor in a :class:`PlannedStore`.
 
-    Attributes:
-        tensor: as long as it is in the memory that it was saved in, or is there again.
-        nbytes: bytes of the tensor.
-        position: on the store's tape.
-        is_back: whether ``tensor`` was brought back.
+    ``tensor`` is there as long as it is in the memory that it was saved in, or was brought back to (``is_back``).
     """
 
     __slots__ = ("_kind", "_store", "is_back", "nbytes", "position", "tensor")
@@ -89,12 +85,7 @@ class _Entry(Counted):
 
 
 class PlannedStore(Store):
-    """One place behind the device: it counts the bytes of the tensors that are put, and lets go of their memory.
-
-    Attributes:
-        budget: the bytes that it holds, under the limit of ``spec``.
-        place: the place of its bytes; see :data:`PLACES`.
-    """
+    """One place behind the device: it counts the bytes of the tensors that are put, and lets go of their memory."""
 
     def __init__(self, spec: Store, is_accelerator: bool) -> None:
         self._spec, self._is_accelerator = spec, is_accelerator
@@ -208,7 +199,6 @@ class PlannedStore(Store):
         self._ahead += entry.nbytes
 
     def begin_step(self) -> None:
-        """Count the bytes that go through from here on."""
         self._written = self._read = self._ahead = 0
 
     def report(self) -> tuple[StoreReport, ...]:
@@ -238,11 +228,7 @@ class PlannedTiers(OpenTiered):
 
 
 class WatchedStore(Store):
-    """The store of a pipeline in a prediction. It tells :class:`PlacedBytes` of each put and read.
-
-    Attributes:
-        is_accelerator: whether the fake tensors stand for those of an accelerator.
-    """
+    """The store of a pipeline in a prediction. It tells :class:`PlacedBytes` of each put and read."""
 
     def __init__(self, spec: Store, works: Store, placed: PlacedBytes, is_accelerator: bool) -> None:
         self._spec, self._works, self._placed, self.is_accelerator = spec, works, placed, is_accelerator

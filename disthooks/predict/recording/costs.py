@@ -26,14 +26,10 @@ aten = torch.ops.aten
 
 
 class Cost(NamedTuple):
-    """What one call of an operator costs.
+    """What one call of an operator costs: floating-point operations, and bytes.
 
-    Attributes:
-        flops: floating-point operations.
-        read: bytes read.
-        written: bytes written.
-        dtype: the type that decides how fast it computes: a dtype's name, ``"tf32"``, or ``""`` without tensors of
-            floating-point numbers.
+    ``dtype`` decides how fast it computes: a dtype's name, ``"tf32"``, or ``""`` without tensors of floating-point
+    numbers.
     """
 
     flops: int
@@ -115,14 +111,7 @@ def _written(func: Any) -> frozenset[int | str]:
 def cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Cost:
     """Count what one call of an operator costs, from the shapes of its tensors. See [Note: what is counted].
 
-    Returns:
-        The operations and bytes; all zero for a view, and for what launches no kernel.
-
-    >>> a, b = torch.empty(64, 32, device="meta"), torch.empty(32, 16, device="meta")
-    >>> cost(torch.ops.aten.mm.default, (a, b), {}, a @ b)
-    Cost(flops=65536, read=10240, written=4096, dtype='float32')
-    >>> cost(torch.ops.aten.t.default, (a,), {}, a.t())
-    Cost(flops=0, read=0, written=0, dtype='')
+    A view, and what launches no kernel, costs nothing.
     """
     packet = func.overloadpacket
     if func.is_view or packet.__name__ in _FREE:
@@ -159,9 +148,6 @@ def may_use_tf32(packet: Any) -> bool:
     """Whether torch's settings let this operator use TF32 for tensors of float32.
 
     They do for convolutions and not for matrix products, unless a program changes them.
-
-    >>> may_use_tf32(torch.ops.aten.convolution), may_use_tf32(torch.ops.aten.mm)
-    (True, False)
     """
     is_convolution = "conv" in packet.__name__
     settings: Any = torch.backends.cudnn if is_convolution else torch.backends.cuda.matmul

@@ -98,8 +98,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class _Measure(_Mode):  # type: ignore[misc]
-    """Measures the counts of a gradient that only the engine holds."""
-
     found: HolderCounts | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -35,13 +35,7 @@ SavedKind = Literal["activation", "input", "weight copy", "parameter", "buffer"]
 
 
 class ModuleInfo(NamedTuple):
-    """One module of the model.
-
-    Attributes:
-        name: as in ``model.named_modules()``; "" for the model itself.
-        kind: the name of its class.
-        parent: the position of the module that contains it; -1 for the model itself.
-    """
+    """One module of the model; ``parent`` is the position of the module that contains it, -1 for the model itself."""
 
     name: str
     kind: str
@@ -51,14 +45,8 @@ class ModuleInfo(NamedTuple):
 class Operator(NamedTuple):
     """One operator that ran. Its position in :attr:`StepRecord.operators` is a moment of the step.
 
-    Attributes:
-        name: such as "aten.mm".
-        phase: the part of the step.
-        module: the position of the module in whose forward, or in the backward of whose forward, it ran.
-        flops: floating-point operations, a multiplication with an addition counting as two.
-        read: bytes of the tensors that it read.
-        written: bytes of the tensors that it wrote.
-        dtype: of the tensor that decides how fast it runs, such as "bfloat16"; "" if it has none.
+    ``module`` is the position of the module in whose forward, or in the backward of whose forward, it ran. For the
+    other figures see ``Cost``.
     """
 
     name: str
@@ -72,15 +60,7 @@ class Operator(NamedTuple):
 
 @dataclass
 class Allocation:
-    """The memory of one storage.
-
-    Attributes:
-        nbytes: the most bytes that it had.
-        category: one of :data:`CATEGORIES`.
-        operator: the operator that made it; "" if the recorder found it.
-        module: the position of the module in which it was made.
-        device: "device", or "host" for memory that an engine or a plan keeps in the host's memory.
-    """
+    """The memory of one storage, and the most bytes that it had; ``operator`` is "" if the recorder found it."""
 
     nbytes: int
     category: str
@@ -90,13 +70,7 @@ class Allocation:
 
 
 class Change(NamedTuple):
-    """Memory that came or went.
-
-    Attributes:
-        moment: the position of the operator that began last.
-        allocation: the position of the allocation.
-        nbytes: bytes that came; negative for bytes that went.
-    """
+    """Memory that came or, if ``nbytes`` is negative, went; ``moment`` is the position of the last operator."""
 
     moment: int
     allocation: int
@@ -106,15 +80,8 @@ class Change(NamedTuple):
 class SavedTensor(NamedTuple):
     """One tensor that autograd saved.
 
-    Attributes:
-        allocation: the position of the allocation that it lies over.
-        nbytes: bytes of its elements.
-        module: the position of the module whose forward was running.
-        operator: the operator that saved it.
-        kind: what it is.
-        is_first: whether no tensor over this memory was saved before. So each memory counts once.
-        shape: of the tensor.
-        dtype: of the tensor, such as "bfloat16".
+    ``nbytes`` are those of its elements. ``is_first`` tells whether no tensor over this memory was saved before: each
+    memory counts once.
     """
 
     allocation: int
@@ -128,13 +95,7 @@ class SavedTensor(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """Something that could not be known without running for real.
-
-    Attributes:
-        what: the operator or the value.
-        module: the name of the module.
-        assumed: what was assumed instead.
-    """
+    """Something that could not be known without running for real, and what was assumed instead."""
 
     what: str
     module: str
@@ -145,14 +106,7 @@ class Unknown(NamedTuple):
 class StepRecord:
     """One step: forward, backward, and the optimizer's step if there is one.
 
-    Attributes:
-        modules: the model's modules; the first is the model.
-        operators: in the order in which they ran.
-        allocations: all memory of the step.
-        changes: when that memory came and went, in order.
-        saved: the tensors that autograd saved in the forward.
-        phases: for each part of the step, the position of its first operator.
-        unknown: what was assumed.
+    ``phases`` has, for each part of the step, the position of its first operator.
     """
 
     modules: list[ModuleInfo] = field(default_factory=list)

@@ -74,22 +74,7 @@ class _Watched(weakref.ref[torch.UntypedStorage]):
 
 
 class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
-    """A dispatch mode that records what runs inside it. Enter the FakeTensorMode first, then this.
-
-    Attributes:
-        record: what was seen so far.
-
-    >>> model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.ones(2, 8)
-    >>> with Recorder(model) as recorder:
-    ...     recorder.adopt([x], "inputs")
-    ...     recorder.begin("forward")
-    ...     with recorder.saving():
-    ...         y = model(x)
-    ...     recorder.begin("backward")
-    ...     y.sum().backward()
-    >>> [(each.operator, each.nbytes) for each in recorder.record.counted()]
-    [('aten.addmm', 64), ('aten.relu', 32)]
-    """
+    """A dispatch mode that records what runs inside it. Enter the FakeTensorMode first, then this."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -164,10 +149,8 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
     def begin(self, phase: Phase, has_plan: bool = False) -> None:
         """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved.
 
-        Args:
-            phase: the part of the step.
-            has_plan: whether hooks of a plan took the saved tensors. Then the recorder's own hooks have not seen them,
-                and all memory of the forward that is there when the backward begins counts as saved.
+        With a plan the recorder's own hooks have not seen the saved tensors, and all memory of the forward that is
+        there when the backward begins counts as saved.
         """
         if phase == "backward":
             self._name_saved()
@@ -356,8 +339,6 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
 
 
 class _Held:
-    """What autograd holds for a saved tensor."""
-
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -11,14 +11,7 @@ from disthooks.predict.recording.record import CATEGORIES, STAYING, Phase, StepR
 
 
 class Sample(NamedTuple):
-    """The memory in use at one moment.
-
-    Attributes:
-        moment: the position of the operator that began last.
-        phase: the part of the step.
-        module: the name of the module that ran.
-        nbytes: bytes for each of :data:`~disthooks.predict.recording.record.CATEGORIES`, in that order.
-    """
+    """The memory in use at one moment: bytes for each of ``CATEGORIES``, in that order."""
 
     moment: int
     phase: Phase
@@ -31,20 +24,13 @@ class Sample(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one module, or one category of it, has in memory at a moment: its bytes of one category."""
-
     module: str
     category: str
     nbytes: int
 
 
 class Timeline:
-    """The memory of a step on the device (or in the host's memory) over time.
-
-    Attributes:
-        peak: the most bytes at one moment.
-        samples: the memory after each operator that changed it, in order.
-    """
+    """The memory of a step on the device (or in the host's memory), after each operator that changed it."""
 
     def __init__(self, record: StepRecord, rounded: Callable[[int], int] | None = None, device: str = "device") -> None:
         self._record, self._rounded, self._device = record, rounded, device
