@@ -67,15 +67,8 @@ class Largest:
     probes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "size": self.size,
-            "nbytes": self.nbytes,
-            "next_size": self.next_size,
-            "next_nbytes": self.next_nbytes,
-            "end": self.end,
-            "text": self.text,
-            "probes": self.probes,
-        }
+        names = ("size", "nbytes", "next_size", "next_nbytes", "end", "text", "probes")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,6 @@ def fits(
     limit: int,
     *,
     sizes: Iterable[What] = ("batch", "seq"),
-    most: int = MOST,
     patience: float = 120.0,
     progress: Progress | None = None,
     explanation: Explanation | None = None,
@@ -153,7 +145,7 @@ def fits(
         except UsageError as error:
             largest[what] = Largest(what, None, 0, None, None, "unset", str(error), 0)
             continue
-        search = _Search(builder, situation, limit, what, most, progress)
+        search = _Search(builder, situation, limit, what, progress)
         search.know(start, explanation)
         largest[what] = search.largest(start, patience)
     change = None
@@ -171,13 +163,12 @@ class _Search:
         situation: Situation,
         limit: int,
         what: What,
-        most: int,
         progress: Progress | None,
     ) -> None:
         self._builder, self._situation, self._limit, self._what = builder, situation, limit, what
-        self._most, self._progress = most, progress
+        self._most, self._progress = MOST, progress
         self._probes: dict[int, Probe] = {}
-        self._low, self._high, self._unit, self._start = 0, most + 1, 1, 1  # low fits, and high does not
+        self._low, self._high, self._unit, self._start = 0, MOST + 1, 1, 1  # low fits, and high does not
 
     def know(self, size: int, explanation: Explanation) -> Probe:
         probe = self._probes[size] = Probe(size, explanation.needed_bytes)

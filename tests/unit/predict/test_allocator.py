@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from disthooks.predict.hardware.allocator import (
     Block,
     CachingAllocator,
-    OutOfMemory,
     events_of,
     round_up,
     segment_bytes,
@@ -317,38 +315,6 @@ def test_it_does_what_the_slow_model_does(steps: list[int], limit: int | None) -
         allocated = max(allocated, slow.allocated())
     report = simulate(events, limit)
     assert (report.allocated_peak, report.reserved_peak, report.fits) == (allocated, reserved, fits)
-
-
-@settings(max_examples=300, deadline=None)
-@given(_steps, _limits)
-def test_the_books_are_right_after_each_event(steps: list[int], limit: int | None) -> None:
-    allocator = CachingAllocator(limit)
-    alive: dict[int, tuple[Block, int]] = {}
-    for tensor, nbytes in as_events(steps):
-        if nbytes == 0:
-            allocator.free(alive.pop(tensor)[0])
-        else:
-            try:
-                alive[tensor] = allocator.allocate(nbytes), nbytes
-            except OutOfMemory:
-                assert limit is not None
-                break
-        free = free_blocks(allocator)
-        used = [block for block, _ in alive.values()]
-        assert allocator.allocated == sum(block.size for block in used)
-        assert allocator.reserved == allocator.allocated + sum(block.size for block in free)
-        assert limit is None or allocator.reserved <= limit
-        assert allocator.reserved % (2 * MiB) == 0
-        assert all(round_up(size) <= block.size <= round_up(size) + MiB for block, size in alive.values())
-        ranges = sorted((block.address, block.size) for block in [*used, *free])
-        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
-        assert not any(block.after is not None and block.after.is_free for block in free)
-    for block, _ in alive.values():
-        allocator.free(block)
-    assert allocator.allocated == 0
-    assert sum(block.size for block in free_blocks(allocator)) == allocator.reserved
-    allocator.empty_cache()
-    assert (allocator.reserved, free_blocks(allocator)) == (0, [])
 
 
 @settings(max_examples=100, deadline=None)

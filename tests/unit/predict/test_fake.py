@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 
@@ -30,40 +31,55 @@ def state() -> list[object]:
         nn.init._no_grad_trunc_normal_,
         list(module._global_forward_pre_hooks),
         list(module._global_forward_hooks),
+        torch.is_grad_enabled(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        os.getcwd(),
     ]
 
 
 class Careless(nn.Module):
     """Changes what belongs to the process, in its constructor and in its forward; fails if it is asked to."""
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         super().__init__()
         torch.manual_seed(7)
         random.seed(7)
         torch.set_default_dtype(torch.float64)
-        self.linear, self.fails = nn.Linear(4, 4), fails
+        self.linear, self.error = nn.Linear(4, 4), error
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch.rand(3)
-        if self.fails:
-            raise ValueError("this model\nis careless")
-        return self.linear(x)
+        made: torch.Tensor = self.linear(x)
+        torch.set_grad_enabled(False)
+        torch.set_default_device("cpu")
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.autograd.set_detect_anomaly(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.set_autocast_enabled("cpu", True)
+        os.chdir("/")
+        if self.error is not None:
+            raise self.error
+        return made
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_of_the_process_is_changed(fails: bool) -> None:
+@pytest.mark.parametrize("error", [None, ValueError("this model\nis careless"), KeyboardInterrupt()], ids=repr)
+def test_nothing_of_the_process_is_changed(error: BaseException | None) -> None:
     before = state()
-    if fails:
-        with pytest.raises(UsageError):
-            explain(lambda: (Careless(True), torch.ones(2, 4)), device="cpu")
-    else:
-        explain(lambda: (Careless(False), torch.ones(2, 4)), device="cpu")
+    told = UsageError if isinstance(error, ValueError) else KeyboardInterrupt
+    with contextlib.nullcontext() if error is None else pytest.raises(told):
+        explain(lambda: (Careless(error), torch.ones(2, 4)), device="cpu")
     assert state() == before
 
 
 def test_an_error_of_the_users_code_is_one_line_that_says_where() -> None:
     with pytest.raises(UsageError, match=r"one step of Careless: ValueError: this model is careless \(.*\.py:\d+\)$"):
-        explain(lambda: (Careless(True), torch.ones(2, 4)), device="cpu")
+        explain(lambda: (Careless(ValueError("this model\nis careless")), torch.ones(2, 4)), device="cpu")
 
 
 def test_a_module_that_is_given_is_not_changed() -> None:

@@ -87,24 +87,6 @@ def test_batch_and_length_are_set_in_the_inputs_or_in_the_function() -> None:
     assert (Builder(build).size("batch"), Builder(build).size("seq")) == (2, 8)
 
 
-def test_sizes_that_are_not_plain_are_refused() -> None:
-    with pytest.raises(UsageError, match="let the function that builds the model take an argument 'batch'"):
-        explain(nn.Bilinear(3, 4, 5), torch.ones(2, 3), torch.ones(3, 4), device="cpu", batch=4)
-
-
-def test_a_table_of_positions_refuses_a_longer_sequence() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wpe = nn.Embedding(16, 4)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.wpe(torch.arange(tokens.shape[1]))
-
-    with pytest.raises(UsageError, match="wpe has 16 positions: a sequence of 17 is too long"):
-        explain(Positions(), torch.zeros(1, 8, dtype=torch.int64), device="cpu", seq=17)
-
-
 @pytest.mark.parametrize("given", [lambda: 3, lambda: nn.Linear(1, 1)], ids=["a number", "no inputs"])
 def test_what_is_no_model_with_inputs_is_refused(given: object) -> None:
     with pytest.raises(UsageError, match="module"):

@@ -174,44 +174,6 @@ def test_what_is_around_the_call_changes_nothing(around: Callable[[], Any]) -> N
         assert explain(model, X, device="cpu").saved_bytes == expected
 
 
-def switches() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.get_default_device(),
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_anomaly_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        os.getcwd(),
-    )
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_switches_of_the_process_are_put_back(fails: bool, tmp_path: Any) -> None:
-    def forward(parts: Any, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = parts[0](x)
-        torch.set_grad_enabled(False)
-        torch.set_default_device("cpu")
-        torch.set_num_threads(torch.get_num_threads() + 1)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.autograd.set_detect_anomaly(True)
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.set_autocast_enabled("cpu", True)
-        os.chdir(tmp_path)
-        if fails:
-            raise KeyboardInterrupt
-        return y
-
-    before = switches()
-    if fails:
-        with pytest.raises(KeyboardInterrupt):
-            explain(Model(forward, lin()), X, device="cpu")
-    else:
-        explain(Model(forward, lin()), X, device="cpu")
-    assert switches() == before
-
-
 def test_two_threads_predict_while_a_third_one_trains() -> None:
     def make() -> nn.Module:
         return nn.Sequential(*[nn.Sequential(lin(), nn.ReLU()) for _ in range(20)])
