@@ -100,7 +100,6 @@ def explain(
 
 
 def explain_built(builder: Builder, situation: Situation) -> Explanation:
-    """The explanation of one step of what ``builder`` builds."""
     step = record_step(builder, situation)
     if situation.plan is None:
         return Explanation(builder.name, situation, step)
@@ -123,12 +122,8 @@ def as_backend(given: str | None) -> Backend | None:
 
 
 def as_engine(given: str | EngineSpec | None, world: int) -> EngineSpec:
-    if isinstance(given, EngineSpec):
-        return given
-    if given is None and world > 1:
-        # The function that builds the model may give it to an engine itself.
-        return EngineSpec("plain", world)
-    return EngineSpec(given or "plain", world)
+    # A function that builds the model may give it to an engine itself: then the world is not that of one rank.
+    return given if isinstance(given, EngineSpec) else EngineSpec(given or "plain", world)
 
 
 def as_entries(given: Any) -> Entries | None:

@@ -427,13 +427,8 @@ class Explanation:
             keys = ("tensors", "stored", "moved", "shared", "recomputed", "recast", "kept")
             for name, site in report.sites.items():
                 modules.append({"module": name, "to": to} | {key: getattr(site, key) for key in keys})
-        first = {"first": self.first_bytes}
-        return {
-            "modules": modules,
-            "warnings": list(self.warnings),
-            **first,
-            **self.planned.to_dict(position.__getitem__),
-        }
+        figures = {"modules": modules, "warnings": list(self.warnings), "first": self.first_bytes}
+        return figures | self.planned.to_dict(position.__getitem__)
 
     def to_html(self) -> str:
         """The explanation as one HTML page, with its figures and pictures. The page needs no network."""

@@ -80,9 +80,7 @@ class Situation:
             "backend": self.backend,
             "dtype": _dtype_name(self.dtype),
             "autocast": _dtype_name(self.autocast),
-            "optimizer": None
-            if made is None
-            else getattr(getattr(made, "func", made), "__name__", type(made).__name__),
+            "optimizer": None if made is None else getattr(made, "__name__", type(made).__name__),
             "engine": self.engine.kind,
             "world": self.engine.world,
             "rank": self.rank,

@@ -91,7 +91,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change that a run on fake tensors can try."""
+    """A change that a run on fake tensors can try; ``stays`` is the bytes that its store keeps on the device."""
 
     kind: str
     title: str
@@ -100,7 +100,7 @@ class Candidate:
     code: str = ""
     is_exact: bool = True
     note: str = ""
-    stays: int = 0  # bytes that the store keeps on the device
+    stays: int = 0
 
 
 #: The changes that were run, by title: the advice that each gave, and its step, which is None if it failed.

@@ -176,7 +176,6 @@ def torch_priority() -> tuple[int, ...]:
 
 
 def choose_backend(call: Attention, gpu: Gpu) -> Backend:
-    """The backend of ``gpu.order`` that torch would use for ``call``."""
     can = {"flash": _can_flash, "efficient": _can_efficient, "cudnn": _can_cudnn}
     now = torch_priority() if gpu.priority else ()
     order = gpu.order if now == gpu.priority else tuple(_NUMBERS[each] for each in now if each in _NUMBERS)
@@ -257,7 +256,6 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Run ``F.scaled_dot_product_attention`` by the backend that ``gpu`` would use."""
     mask, dropout = attn_mask if mask is None else mask, dropout or dropout_p
     call = Attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa)
     return _BACKENDS[choose_backend(call, gpu)](call)

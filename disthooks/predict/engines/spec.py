@@ -224,10 +224,6 @@ def _is_local(weight: torch.Tensor) -> bool:
     return is_plain and (grad is None or getattr(grad, "placements", None) == placements)
 
 
-def _plain(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
-    return model, ("",)
-
-
 def _ddp(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
     if spec.options.get("mixed_precision") is not None:
         raise UsageError("DDP's own mixed precision is not explained; use autocast, or convert the model")
@@ -286,7 +282,7 @@ def _mesh(spec: EngineSpec, names: tuple[str, ...]) -> Any:
 
 
 _APPLY: dict[str, Callable[[nn.Module, EngineSpec], tuple[nn.Module, tuple[str, ...]]]] = {
-    "plain": _plain,
+    "plain": lambda model, spec: (model, ("",)),
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,

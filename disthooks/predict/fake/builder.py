@@ -34,8 +34,6 @@ _POSITIONS = re.compile(r"(?!.*rel)(wpe|.*pos)", re.IGNORECASE)
 
 
 class Builder:
-    """Makes a model and its inputs, any number of times."""
-
     def __init__(self, source: nn.Module | Callable[..., Any], inputs: tuple[Any, ...] = (), name: str = "") -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise UsageError(

@@ -141,7 +141,6 @@ class Fakes(NamedTuple):
         return pytree.tree_map_only(torch.Tensor, one, value)
 
     def copy(self, model: nn.Module) -> nn.Module:
-        """A copy of ``model`` without its memory."""
         tensors = [*model.parameters(), *model.buffers()]
         if tensors and all(isinstance(each, FakeTensor) for each in tensors):
             return model

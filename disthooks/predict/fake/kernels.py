@@ -238,28 +238,20 @@ def _has_wide_weight(args: tuple[Any, ...]) -> bool:
 
 #: Operators whose results after the first are statistics, in float32 if a weight is. See [Note: kernels that differ].
 _STATISTICS = {
-    getattr(getattr(aten, name), overload)
-    for name, overload in (
-        ("native_layer_norm", "default"),
-        ("native_group_norm", "default"),
-        ("native_batch_norm", "default"),
-        ("_native_batch_norm_legit", "default"),
-        ("_native_batch_norm_legit", "no_stats"),
-    )
-    if hasattr(aten, name)
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
 }
 #: Operators whose first result torch makes contiguous. See [Note: kernels that differ].
 _CONTIGUOUS = {
-    getattr(getattr(aten, name), overload)
-    for name, overload in (
-        ("native_layer_norm_backward", "default"),
-        ("native_batch_norm", "default"),
-        ("_native_batch_norm_legit", "default"),
-        ("_native_batch_norm_legit", "no_stats"),
-        ("native_batch_norm_backward", "default"),
-        ("mse_loss_backward", "default"),
-    )
-    if hasattr(aten, name)
+    aten.native_layer_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten.native_batch_norm_backward.default,
+    aten.mse_loss_backward.default,
 }
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: Losses whose mean or sum lies over the memory of all losses.
@@ -408,9 +400,8 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.reflection_pad2d.default: _pad2d,
     aten.replication_pad2d.default: _pad2d,
     aten._pin_memory.default: _pinned,
+    aten._grouped_mm.default: _grouped_mm,
 }
-if hasattr(aten, "_grouped_mm"):
-    _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):
     _KERNELS[aten.mkldnn_rnn_layer.default] = _with_workspace
     _KERNELS[aten.mkldnn_rnn_layer_backward.default] = _each_its_own

@@ -55,5 +55,4 @@ def copy_lazy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def has_lazy(model: nn.Module) -> bool:
-    """Whether a parameter or buffer of ``model`` has no size yet."""
     return any(is_lazy(each) for each in [*model.parameters(), *model.buffers()])

@@ -114,7 +114,6 @@ def _depends_on_shapes(func: Any) -> bool:
 
 
 def _add(mode: Any, value: Any, parts: list[Any]) -> None:
-    """Add what decides of one argument to the parts of a key."""
     kind = type(value)
     if kind is FakeTensor:
         if value.fake_mode is not mode or value.constant is not None or value.layout is not torch.strided:

@@ -189,13 +189,11 @@ class CachingAllocator:
                 pool.free = [entry for entry in pool.free if entry[2].before is not None or entry[2].after is not None]
 
     def _cached_block(self, pool: _Pool, size: int) -> Block | None:
-        """Take the free block that fits best out of ``pool``; None if none is large enough."""
         free = pool.free
         i = bisect.bisect_left(free, (size,))
         return None if i == len(free) else free.pop(i)[2]
 
     def _new_block(self, pool: _Pool, size: int) -> Block | None:
-        """A block from the driver; None if the limit does not allow it."""
         segment = segment_bytes(size)
         if self.limit is not None and self.reserved + segment > self.limit:
             return None

@@ -524,7 +524,6 @@ def _pairs(model: nn.Module, entries: Entries) -> Sequence[tuple[Any, Pipeline]]
 
 
 def _opened(stages: Pipeline, stores: PlannedStores, is_accelerator: bool, found: Planned) -> OpenPipeline:
-    """The pipeline at work, with codecs and a store that need no bits."""
     codecs = tuple(PlannedCodec(codec, is_accelerator, found.say_unknown) for codec in stages.codecs)
     opened = OpenPipeline(
         replace(stages, codecs=codecs, store=stores.of(stages.store)),

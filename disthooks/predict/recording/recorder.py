@@ -160,7 +160,6 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         self.record.phases[phase] = len(self.record.operators)
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
-        """Record the tensors that autograd saves inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     # -- memory
@@ -171,7 +170,6 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
             self._adopt(tensor, category, device)
 
     def assumed(self, what: str, assumed: str) -> None:
-        """Note that something could not be known."""
         module = self.record.modules[self._stack[-1] if self._stack else 0].name
         found = Unknown(what, module, assumed)
         if found not in self.record.unknown:
