@@ -67,8 +67,15 @@ class Largest:
     probes: int
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("size", "nbytes", "next_size", "next_nbytes", "end", "text", "probes")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "size": self.size,
+            "nbytes": self.nbytes,
+            "next_size": self.next_size,
+            "next_nbytes": self.next_nbytes,
+            "end": self.end,
+            "text": self.text,
+            "probes": self.probes,
+        }
 
 
 @dataclass(frozen=True)
