@@ -47,7 +47,6 @@ def _train(rank: int, engine: str, watched: bool) -> dict[str, Any]:
         "weights": weights,
         "seen": {name: tuple(value.shape) for name, value in seen.items()} if seen is not None else None,
         "calls": {row.name: row.calls for row in traced.report().rows} if traced is not None else None,
-        "kinds": {event.kind for event in traced.events} if traced is not None else None,
     }
 
 
@@ -64,6 +63,3 @@ def test_training_is_bit_identical_and_names_are_the_models(ranks: Ranks, engine
         assert same
         assert found["seen"] == shapes
         assert set(found["calls"].values()) == {3}
-        assert {"forward", "output_grad"} <= found["kinds"]
-        assert ("tensor_hook" in found["kinds"]) == (engine == "ddp")
-        assert ("post_accumulate" in found["kinds"]) == (engine != "fsdp1")

@@ -139,4 +139,4 @@ def _env(facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_OF_THE_MACHINE = ("accelerate", "build_locks", "environment", "link", "problems", "system")
+_OF_THE_MACHINE = ("environment", "link", "problems", "system")

@@ -128,7 +128,6 @@ def _wrong_watching() -> dict[str, Callable[[], Any]]:
         "features()['0'] before a forward": lambda: dh.features(golden_runs.model(), "0")["0"],
         "features()['1'], not watched": lambda: dh.features(golden_runs.model(), "0")["1"],
         "trace(no match)": lambda: dh.trace(golden_runs.model(), "head.*"),
-        "trace(show='all of it')": lambda: dh.trace(golden_runs.model(), show="all of it"),
         "trace(depth=-1)": lambda: dh.trace(golden_runs.model(), depth=-1),
         "blame(no module)": lambda: dh.blame(1),  # type: ignore[arg-type]
         "check_replicas(no module)": lambda: dh.check_replicas(1),  # type: ignore[arg-type]

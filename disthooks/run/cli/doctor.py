@@ -11,7 +11,6 @@ which judges these facts by itself.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -20,9 +19,6 @@ import pathlib
 import platform
 import re
 import resource
-import shutil
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -85,19 +81,6 @@ def missing_sinks(plan: Any) -> list[tuple[str, str]]:
     return found
 
 
-def accelerate() -> dict[str, Any] | None:
-    """Values of the default file of ``accelerate launch``; None if there is no such file."""
-    from disthooks.run.launcher.accelerate_config import default_file, values
-
-    path = default_file()
-    if path is None:
-        return None
-    read = values(path)
-    wanted = ("distributed_type", "num_processes", "num_machines", "use_cpu", "max_restarts")
-    error = None if read else "it cannot be read, or has no values"
-    return {"path": path, "keys": sorted(map(str, read)), "error": error} | {key: read.get(key) for key in wanted}
-
-
 PACKAGES = (
     *("accelerate", "deepspeed", "lightning", "lz4", "mlflow-skinny", "numpy"),
     *("peft", "pydantic", "pyyaml", "ray", "rich", "tensorboard", "torchtitan", "transformers"),
@@ -128,14 +111,6 @@ def versions() -> dict[str, str | None]:
 def environment() -> dict[str, str]:
     """The variables that launchers and schedulers have set for this process."""
     return {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
-
-
-def rank() -> int:
-    """The rank of this process among those that run the same command; 0 if it is alone."""
-    from disthooks._ranks import RANK_VARIABLES
-
-    values = [os.environ.get(name, "") for name in (*RANK_VARIABLES, "PMI_RANK")]
-    return next((int(value) for value in values if value.isdigit()), 0)
 
 
 def torch_facts() -> dict[str, Any]:
@@ -169,66 +144,19 @@ def _text(path: str) -> str:
     return pathlib.Path(path).read_text(errors="replace")
 
 
-def cores() -> dict[str, int]:
-    """The cores of the machine, and those that this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"there": os.cpu_count() or 1, "usable": usable}
-
-
 def memory_facts() -> dict[str, int | None]:
-    """Bytes of memory, of memory that may be locked, and of ``/dev/shm``. None means no limit, or not known."""
+    """Bytes of memory, and of memory that may be locked. None means no limit, or not known."""
     from disthooks.saved.stores.host import container_memory, node_memory
 
     available, total, _ = node_memory() or (None, None, "")
     _, limit, _ = container_memory() or (None, None, "")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    try:
-        shm = shutil.disk_usage("/dev/shm")
-    except OSError:
-        shm = None
     return {
         "total_bytes": total,
         "available_bytes": available,
         "limit_bytes": limit,
         "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
-        "shm_bytes": shm and shm.total,
-        "shm_free_bytes": shm and shm.free,
     }
-
-
-def tools() -> dict[str, str | None]:
-    """The paths of programs that launchers and builds of operators call; None for a missing program."""
-    compiler = os.environ.get("CXX", "c++")
-    found = {name: shutil.which(name) for name in ("mpirun", "ninja", "nvcc", "srun", "torchrun")}
-    return {"c++": shutil.which(compiler) or shutil.which("g++"), **found}
-
-
-def build_locks() -> list[dict[str, Any]]:
-    """The lock files of operators that are being built, or whose build was killed; ages in seconds."""
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    found = []
-    for lock in pathlib.Path(folder).expanduser().glob("**/lock"):
-        with contextlib.suppress(OSError):  # the build has ended meanwhile, and the file is gone
-            found.append({"path": str(lock), "age_s": round(time.time() - lock.stat().st_mtime)})
-    return found
-
-
-def has_infiniband() -> bool:
-    try:
-        return any(pathlib.Path("/sys/class/infiniband").iterdir())
-    except OSError:
-        return False
-
-
-def has_nvidia() -> bool:
-    """Whether there is a device file of NVIDIA's driver."""
-    return pathlib.Path("/dev/nvidiactl").exists() or bool(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
-
-
-def system() -> str:
-    """The operating system and the path of Python, in one line."""
-    return f"{platform.platform()}, {sys.executable}"
 
 
 def file_system(directory: str) -> str | None:
@@ -307,8 +235,8 @@ def _devices(facts: Mapping[str, Any]) -> Told:
     if torch["cuda"] and not torch["devices"]:
         why = f"torch was built for CUDA {torch['cuda']} and sees no GPU (driver: {torch['driver'] or 'none'})"
         yield "GPUs", why, "if this machine has a GPU, check CUDA_VISIBLE_DEVICES and the version of the driver"
-    if facts["nvidia"] and not torch["cuda"]:
-        yield "GPUs", "this machine has one, and this torch was built without CUDA", "install a torch with CUDA"
+    if torch["driver"] and not torch["cuda"]:
+        yield "GPUs", "NVIDIA's driver is there, and this torch was built without CUDA", "install a torch with CUDA"
     for backend, is_needed in (("gloo", True), ("nccl", len(torch["devices"]) > 1)):
         if is_needed and backend not in torch["backends"]:
             yield "several processes", f"this torch has no {backend}", f"install a torch that has {backend}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +30,9 @@ def env(
     It measures the disks (256 MiB or one second each way) and the link to the GPU, and leaves no files. If a launcher
     starts several processes, only the first one prints.
     """
-    if doctor.rank() != 0:
+    from disthooks._ranks import RANK_VARIABLES, first_set
+
+    if (first_set(RANK_VARIABLES) or "0") != "0":
         return
     with progress(4) as begin:
         facts = gathered(begin)
@@ -53,21 +57,18 @@ def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]
     begin(f"measuring {', '.join(wanted)}")
     directories = [directory_facts(path, roles) for path, roles in wanted.items()]
     begin("looking at what is installed")
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return {
         "versions": doctor.versions(),
-        "system": doctor.system(),
+        "system": f"{platform.platform()}, {sys.executable}",
         "torch": doctor.torch_facts(),
-        "cpu": doctor.cores(),
+        "cpu": {"there": cores, "usable": usable},
         "memory": doctor.memory_facts(),
-        "infiniband": doctor.has_infiniband(),
-        "nvidia": doctor.has_nvidia(),
-        "tools": doctor.tools(),
-        "build_locks": doctor.build_locks(),
         "link": link,
         "directories": directories,
         "config": config,
         "environment": doctor.environment(),
-        "accelerate": doctor.accelerate(),
     }
 
 
@@ -87,7 +88,7 @@ def _show(facts: dict[str, Any], found: list[Problem]) -> None:
 def _text(name: str, value: Any) -> str:
     """``value``, the fact ``name``, as a text for people: what is not known is left out.
 
-    >>> _text("memory", {"total_bytes": 3 << 30, "shm_bytes": None})
+    >>> _text("memory", {"total_bytes": 3 << 30, "limit_bytes": None})
     'total 3.0 GiB'
     """
     if isinstance(value, dict):

@@ -239,7 +239,6 @@ def test_ddp_has_the_names_of_the_model_inside() -> None:
         actual = gradients(ddp)
     assert seen["0"].shape == (5, 8)
     assert [row.name for row in traced.report().rows] == ["0", "1", "2", ""]
-    assert {e.name for e in traced.events if e.kind == "tensor_hook"} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
