@@ -44,7 +44,7 @@ from disthooks.saved.attach import chosen
 
 
 def reason_alone(asks_accelerate: bool = False) -> str | None:
-    """A text for the user if this process trains alone although a launcher started several; None otherwise.
+    """Why this process trains alone although a launcher started several; None otherwise.
 
     See [Note: processes that train alone].
     """
@@ -69,11 +69,7 @@ def reason_alone(asks_accelerate: bool = False) -> str | None:
 
 
 def check_not_alone() -> None:
-    """Raise an error if a launcher started several processes and this process knows of no other.
-
-    Raises:
-        AttachError: when ``WORLD_SIZE`` is above 1, and torch.distributed or accelerate knows one process only.
-    """
+    """Raise AttachError if a launcher started several processes and this process knows of no other."""
     if reason := reason_alone(asks_accelerate=True):
         raise AttachError(reason)
 
@@ -83,7 +79,6 @@ class Team:
     """The ranks that train a model together.
 
     Attributes:
-        ranks: their global ranks.
         group: their process group; None if this rank trains alone.
         device: the device of tensors that the group can reduce.
         engine: the engine that has the model; None if hooks on gradients cannot be attached to it.
@@ -106,13 +101,9 @@ class Team:
         return cls(tuple(engine.ranks), group, collectives.device_for(group, engine.shards[0].parameter.device), engine)
 
     def agree(self, failure: Exception | None, described: str, name: str) -> None:
-        """Compare with the other ranks, in one collective; see [Note: one vote of all ranks].
+        """Compare with the other ranks, in one collective of all of them; see [Note: one vote of all ranks].
 
-        Every rank must call it, also a rank that failed.
-
-        Raises:
-            AttachError: when another rank failed, or has another plan.
-            Exception: ``failure``, if there is one.
+        Raises ``failure``, or AttachError if another rank failed, or has another plan.
         """
         # A rank that failed may have no plan. Its empty description differs from the others', which does not matter:
         # the other ranks look at `failed` first.
@@ -144,13 +135,7 @@ def check_conflicts(
 ) -> dict[int, MatchError]:
     """Check that no two entries of ``save`` take the same module; see [Note: a module belongs to one entry].
 
-    Returns:
-        For each entry with a pattern that matches nothing: its number, and the error with its line. It is empty
-        unless ``partly`` is true.
-
-    Raises:
-        ConfigError: when two entries match the same module, or a module inside one that another entry matches.
-        MatchError: when a pattern matches nothing, unless ``partly``.
+    Returns the error of each entry that matches nothing, if ``partly``; else that error is raised.
     """
     owners: dict[nn.Module, _Claim] = {}
     inner: dict[nn.Module, _Claim] = {}

@@ -31,10 +31,6 @@ _ELSEWHERE = {
 def kind_of(name: str, noun: str) -> Kind:
     """The kind of ``noun`` with this name: one of the registry, or a class written as ``package.module:Class``.
 
-    Raises:
-        UnknownKindError: when there is none; the message has the nearest right name, or the reason why the class
-            cannot be imported.
-
     >>> kind_of("OnCpu", "store").target.__name__, kind_of("disthooks:OnCpu", "store").name
     ('OnCpu', 'disthooks:OnCpu')
     """
@@ -73,11 +69,7 @@ def _imported(name: str) -> Callable[..., Any]:
 class BuildSpec:
     """A function that makes the object of one entry. It is called once for each attachment.
 
-    Attributes:
-        kind: the kind, whose ``target`` is called.
-        arguments: the arguments from the file, without the one that is given when the object is attached.
-        source: the configuration that has the entry.
-        path: the path of the entry in it.
+    ``arguments`` are those of the file, without the one that is given when the object is attached.
     """
 
     kind: Kind
@@ -86,11 +78,7 @@ class BuildSpec:
     path: Path
 
     def __call__(self, model: object = None) -> Any:
-        """Make the object.
-
-        Raises:
-            ConfigError: when the class is not of the right base, or raises an error; the message has the line.
-        """
+        """Make the object."""
         if inspect.isclass(self.kind.target):
             self._check(self.kind.target, issubclass)
         given = {} if self.kind.given is None else {self.kind.given: model}
@@ -114,17 +102,11 @@ class BuildSpec:
 
 
 class SpecBuilder:
-    """Makes the specs of the entries of one configuration."""
-
     def __init__(self, source: Source, expand: Expansion) -> None:
         self._source, self._expand = source, expand
 
     def spec(self, entry: Mapping[str, Any], noun: str, path: Path) -> BuildSpec:
-        """Check ``entry`` and return its spec; see [Note: checked when read, made when attached].
-
-        Raises:
-            ConfigError: when the kind or an argument is unknown, or a value has the wrong type.
-        """
+        """Check ``entry`` and return its spec; see [Note: checked when read, made when attached]."""
         # Only reading a file needs pydantic, so it is imported here and not with the package.
         from disthooks.config.schema import WrongArgumentError, check_arguments
 

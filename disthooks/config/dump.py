@@ -37,9 +37,6 @@ def yaml_of(document: Mapping[str, Any], is_compact: bool = False) -> str:
     """``document`` as the text of a YAML file, with its keys in their order.
 
     A compact one has each list and mapping without other lists and mappings in one line.
-
-    Raises:
-        ConfigError: when PyYAML is not installed.
     """
     try:
         import yaml
@@ -62,9 +59,6 @@ def entry(value: Any) -> dict[str, Any]:
     """One store, codec, rule, statistic or sink, as its ``kind`` and the arguments that differ from the default.
 
     See [Note: an object is written by its arguments].
-
-    Raises:
-        ConfigError: when ``value`` is a function, or its arguments cannot be read from its attributes.
 
     >>> from disthooks import Cast, ClipNorm, only
     >>> entry(Cast(torch.bfloat16)), entry(only("*.bias", ClipNorm(1.0)))["rule"]
@@ -160,11 +154,7 @@ def _patterns(patterns: Any, where: str) -> Any:
 
 
 def watched(watches: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of ``watch`` in a file, from the arguments of :func:`disthooks.gradients`.
-
-    Raises:
-        ConfigError: when an argument cannot be in a file.
-    """
+    """The value of ``watch`` in a file, from the arguments of :func:`disthooks.gradients`."""
     found: dict[str, Any] = {}
     for key, value in watches.items():
         if key in ("rules", "stats", "sinks"):

@@ -353,12 +353,7 @@ class Plan:
         return attach(lambda: self, model, optimizer, sinks, partly, _engine)
 
     def look(self, model: nn.Module, optimizer: Any = None, _engine: Engine | None = None) -> Watchers | None:
-        """Attach ``blame`` and ``check_replicas``; None when the plan has neither of them and no ``watch``.
-
-        Args:
-            model: the object that the engine returned.
-            optimizer: the optimizer whose steps ``check_replicas`` counts.
-        """
+        """Attach ``blame`` and ``check_replicas``; None when the plan has neither of them and no ``watch``."""
         if not (self.blame or self.check_replicas or self.watches):
             return None
         with at_line(self.source, ("check_replicas",)):
@@ -392,10 +387,9 @@ class Plan:
 
 
 def weights_of(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers of ``model`` on this rank.
+    """Bytes of the parameters and buffers of ``model`` on this rank, of each shared tensor once.
 
-    Of a sharded tensor the local shard counts; a tensor on "meta" counts as if it were allocated; a tensor that several
-    modules share counts once.
+    Of a sharded tensor the local shard counts; a tensor on "meta" counts as if it were allocated.
 
     >>> weights_of(nn.Linear(10, 10, device="meta"))
     440
@@ -411,11 +405,7 @@ def weights_of(model: nn.Module) -> int:
 def stores_within(
     budget: int | str | None, model: nn.Module, saves: Iterable[tuple[Any, Pipeline]], source: Source
 ) -> Sequence[tuple[Any, Pipeline]]:
-    """``saves`` with a first tier on the device in front of every store; see [Note: one budget].
-
-    Raises:
-        ConfigError: when the weights alone are larger than ``budget``, or a store cannot be a tier.
-    """
+    """``saves`` with a first tier on the device in front of every store; see [Note: one budget]."""
     saves = list(saves)
     if budget is None:
         return saves
@@ -458,12 +448,7 @@ def attach(
     partly: bool = False,
     engine: Engine | None = None,
 ) -> Prepared:
-    """Attach the plan that ``read()`` returns; see [Note: all of a plan or nothing].
-
-    Raises:
-        Exception: the error of this rank, whichever it is.
-        AttachError: when another rank failed, or the ranks have different plans.
-    """
+    """Attach the plan that ``read()`` returns; see [Note: all of a plan or nothing]."""
     # The engine is detected once, and passed on to each part that needs it.
     team = Team.of(model, engine)
     plan: Plan | None = None
@@ -516,10 +501,7 @@ def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watch
 
 @contextlib.contextmanager
 def at_line(source: Source, path: Path) -> Iterator[None]:
-    """Inside, each UsageError gets a line of the configuration: that of the pattern it names, else that of ``path``.
-
-    The class of the error stays: MatchError, AttachError, ConfigError or UsageError.
-    """
+    """Inside, each UsageError gets a line of the configuration: that of the pattern it names, else that of ``path``."""
     try:
         yield
     except UsageError as error:
@@ -542,11 +524,7 @@ def _sink_of(message: str, source: Source, path: Path) -> Path | None:
 
 
 def make_run(written: PlanSource | None) -> None:
-    """Make the run directory, if a path of the plan is in one.
-
-    Raises:
-        ConfigError: when it cannot be made, or this process may not write in it.
-    """
+    """Make the run directory, if a path of the plan is in one; ConfigError if that fails."""
     if written is None or written.run is None:
         return
     try:

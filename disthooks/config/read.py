@@ -42,11 +42,7 @@ _SHAPES: Mapping[Path, str] = {
 
 
 def plan_of(source: Source) -> Plan:
-    """The plan that ``source`` describes.
-
-    Raises:
-        ConfigError: when a key, a value, a kind or an argument is wrong; the message has its line.
-    """
+    """The plan that ``source`` describes."""
     checked = _checked(source)
     if checked["budget"] is not None:
         is_free = checked["budget"] == FREE
@@ -195,11 +191,7 @@ def _meant(path: Path, value: Any, noun: str) -> str:
 
 
 def _entry_of(value: Any, noun: str) -> str | None:
-    """The text of the entry that ``value`` was probably meant to be; None if there is no good guess.
-
-    Three mistakes are known: a list with one entry for an entry, an entry for a list, and ``{OnDisk: {...}}``, where
-    the name of the kind is a key.
-    """
+    """The text of the entry that ``value`` was probably meant to be; None if there is no good guess."""
     if isinstance(value, list) and len(value) == 1:
         return _entry_of(value[0], noun)
     if not isinstance(value, Mapping) or not value:

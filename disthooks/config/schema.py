@@ -53,8 +53,6 @@ _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
 
 class WrongArgumentError(Exception):
-    """An argument of an entry is unknown, missing, or has a value of the wrong type."""
-
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(text)
         self.path = path
@@ -89,10 +87,7 @@ def arguments_of(kind: Kind) -> type[BaseModel]:
 
 
 def _checked(hint: Any, name: str = "") -> Any:
-    """The annotation ``hint`` in the form that pydantic checks.
-
-    Objects are checked by their class alone, and an annotation that says nothing allows any value.
-    """
+    """The annotation ``hint`` in the form that pydantic checks: of objects the class alone."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_checked(each, name) for each in args)]  # noqa: UP007
@@ -121,11 +116,7 @@ def _instance(hint: Any) -> Any:
 
 
 def check_arguments(kind: Kind, given: Mapping[str, Any], names_alone: bool = False) -> None:
-    """Check the arguments of an entry. The first mistake is raised: unknown names first, then missing ones, then types.
-
-    Raises:
-        WrongArgumentError: when an argument is unknown or missing, or has a value of the wrong type.
-    """
+    """Check the arguments of an entry, and raise the first mistake: unknown names, then missing ones, then types."""
     try:
         arguments_of(kind).model_validate(dict(given))
     except ValidationError as error:
@@ -176,7 +167,6 @@ def expected(hint: Any) -> str:
 
 
 def choices(hint: Any) -> list[str]:
-    """The texts that an annotation allows by a ``Literal``."""
     return [word for part in _choices(hint) if isinstance(part, _Word) for word in [part.word] if isinstance(word, str)]
 
 
@@ -233,7 +223,6 @@ def schema(others: bool = False) -> dict[str, Any]:
 
 
 def text(others: bool = False) -> str:
-    """The JSON schema as the text of a file; see :func:`schema`."""
     return json.dumps(schema(others), indent=2) + "\n"
 
 

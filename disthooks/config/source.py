@@ -58,13 +58,7 @@ _MOST = 100_000  # values of a file; aliases of aliases could be more than memor
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A configuration that was read, with the line of each value; see [Note: values with their lines].
-
-    Attributes:
-        name: its name in errors: the path of the file, or the name of the place that has the dict.
-        document: its plain values: dicts, lists, texts, numbers, booleans and None.
-        lines: the line of each value, by its path, such as ``("save", 0, "store")``; empty for a dict.
-    """
+    """A configuration that was read, with the line of each value, by its path; see [Note: values with their lines]."""
 
     name: str
     document: Any
@@ -85,7 +79,6 @@ class Source:
         return f"{self.at(path)}: {name}{says}" if name else f"{self.at()}: {says.lstrip(': ')}"
 
     def fail(self, path: Path, says: str) -> NoReturn:
-        """Raise ConfigError with the message of :meth:`say`."""
         raise ConfigError(self.say(path, says)) from None
 
     def of_text(self, message: str, under: Path) -> Path | None:
@@ -104,11 +97,7 @@ class Source:
 
 
 def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "the configuration") -> Source:
-    """Read a YAML file, or take a dict, which has no lines.
-
-    Raises:
-        ConfigError: when the file cannot be read, is not YAML, or has values that are not plain.
-    """
+    """Read a YAML file, or take a dict, which has no lines."""
     if isinstance(given, Mapping):
         return Source(name, _plain(given))
     if not isinstance(given, (str, os.PathLike)):
@@ -313,10 +302,7 @@ _PART = re.compile(r"\$\$|\$\{(?P<braced>[^}]*)\}|\$(?P<bare>[A-Za-z_]\w*)|\{\{|
 
 
 class Expansion:
-    """Replaces variables and placeholders in paths.
-
-    A variable or a placeholder that has no value is an error: a path with a part missing would name another directory.
-    """
+    """Replaces variables and placeholders in paths. One without a value is an error: the path would be another."""
 
     def __init__(self, source: Source, run: str | None = None) -> None:
         self._source = source
@@ -324,13 +310,7 @@ class Expansion:
         self.run = None if run is None else self(run, ("run",))
 
     def __call__(self, text: str, path: Path) -> str:
-        """``text`` with every ``$VAR``, ``${VAR}``, ``{rank}``, ``{local_rank}``, ``{run}`` and ``~/`` replaced.
-
-        ``$$``, ``{{`` and ``}}`` stand for one letter.
-
-        Raises:
-            ConfigError: when a variable is not set or is empty, or a placeholder is unknown.
-        """
+        """``text`` with every ``$VAR``, ``${VAR}``, ``{rank}``, ``{local_rank}``, ``{run}`` and ``~/`` replaced."""
         return _PART.sub(lambda part: self._replacement(part, path), os.path.expanduser(text))
 
     def _replacement(self, part: re.Match[str], path: Path) -> str:

@@ -66,9 +66,6 @@ def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
     """Load the state of ``gradients`` from ``file``. If there is no such file, warn and return False.
 
     See [Note: state beside a framework's checkpoint].
-
-    Raises:
-        UsageError: if the state belongs to other rules or statistics; the message names the file.
     """
     if not file.exists():
         warnings.warn(

@@ -120,11 +120,7 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
 
 
 def load_from(accelerator: Any, gradients: Gradients, folder: str) -> bool:
-    """Load the state of ``gradients``, which must be connected, from a checkpoint; warn and return False without one.
-
-    Raises:
-        UsageError: if the state belongs to other rules or statistics.
-    """
+    """Load the state of connected ``gradients`` from a checkpoint; warn and return False if there is none."""
     return load_into(gradients, file_in(folder, _Around.of(accelerator).attached.index(gradients)))
 
 
@@ -213,7 +209,6 @@ class _Around:
 
     @classmethod
     def of(cls, accelerator: Any) -> _Around:
-        """Return the object of ``accelerator``, made at the first call."""
         own = getattr(vars(accelerator).get("clip_grad_norm_"), "__self__", None)
         return own if isinstance(own, cls) else cls(accelerator)
 
@@ -223,7 +218,6 @@ class _Around:
         return [one for each in self._attached if (one := each()) is not None]
 
     def join(self, gradients: Gradients) -> None:
-        """Connect an attachment, unless it is connected."""
         self._attached = [weakref.ref(one) for one in dict.fromkeys((*self.attached, gradients))]
 
     def leave(self, gradients: Gradients) -> None:
@@ -233,15 +227,12 @@ class _Around:
 
     @property
     def fits(self) -> list[Fitted]:
-        """The attachments whose budgets are kept, in the order in which they were connected."""
         return [one for each in self._fits if (one := each()) is not None]
 
     def join_fit(self, fitted: Fitted) -> None:
-        """Put what ``fitted`` has learnt into the checkpoints that follow."""
         self._fits.append(weakref.ref(fitted))
 
     def leave_fit(self, fitted: Fitted | None) -> None:
-        """Leave it out of the checkpoints that follow."""
         self._fits = [weakref.ref(one) for one in self.fits if one is not fitted]
         self._restore()
 

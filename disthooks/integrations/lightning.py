@@ -124,15 +124,12 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
             self._log(trainer, watch)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach, and log the last record."""
         self._detach(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach after an exception."""
         self._detach(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Detach if no training took place."""
         self._detach(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,10 +211,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
 class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
     """The callback that :mod:`disthooks.run` adds to a Trainer whose script has no :class:`DisthooksCallback`.
 
-    The session of :mod:`disthooks.run` attaches when the model is first called, and then calls :meth:`join`. From then
-    on the Trainer's loggers, ``callback_metrics`` and checkpoints have the same content as with
-    :class:`DisthooksCallback`. If there are several optimizers, each has its own numbers, under ``gradients/0/``,
-    ``gradients/1/``.
+    The session attaches when the model is first called, and then calls :meth:`join`. If there are several optimizers,
+    each has its own numbers, under ``gradients/0/``, ``gradients/1/``.
     """
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
@@ -232,11 +227,7 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         return WaitingCallback, (_no_session,)  # processes that Lightning spawns have no session
 
     def join(self, model: Any, gradients: Gradients) -> bool:
-        """Serve an attachment from now on, if it belongs to the Trainer that fits now.
-
-        Returns:
-            Whether a checkpoint or an earlier fit had a state for it, which was loaded into it.
-        """
+        """Serve an attachment from now on, if the Trainer fits now; returns whether a state was loaded into it."""
         number = None if self._trainer is None else self._number(model, gradients)
         if number is None:
             return False
@@ -247,7 +238,6 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         return bool(state)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first call of the model."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -258,7 +248,6 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
                 self.join(None, gradients)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Hand in the loss of a micro-batch, for ``stats.Loss``."""
         for gradients in self._joined.values():
             gradients.note_loss(_whole_loss(trainer, loss))
 
@@ -267,7 +256,6 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         self._log(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Log the record of the step before."""
         self._log(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -275,15 +263,12 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         self._leave(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the attachments; the session takes them off."""
         self._leave(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the attachments if no training took place."""
         self._leave(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of rules and statistics and the numbers of steps; the same on every rank."""
         self._states |= {number: gradients.state_dict() for number, gradients in self._joined.items()}
         return {"optimizers": dict(self._states)} if self._states else {}
 
@@ -324,7 +309,6 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
 
 
 def _no_session(optimizer: Any) -> Gradients | None:
-    """Return None, because nothing is attached in a process without a session."""
     return None
 
 

@@ -85,11 +85,9 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self._shown: set[str] = set()  # the names of disthooks' numbers that the console shows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go before the callbacks that report what is logged."""
         self.to_the_front(_calling(self)[0])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach."""
         self.remove()  # the attachment of a training that raised, or that begins again with a smaller batch
         trainer, variables = _calling(self)
         self.to_the_front(trainer)
@@ -154,7 +152,6 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach."""
         self.remove()
 
     def remove(self) -> None:
@@ -178,10 +175,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             gradients.log_also(lambda step: (step + 1) % every == 0 or (first and step == 0))
 
     def to_the_front(self, trainer: Any) -> None:
-        """Move this callback before those that report the log, so that they find disthooks' numbers in it.
-
-        The console's callbacks get an ``on_log`` that shows three of these numbers only.
-        """
+        """Go before the callbacks that report the log; those of the console get an ``on_log`` with three numbers."""
         callbacks = trainer.callback_handler.callbacks  # the handler may be iterating over this list
         others = [i for i, each in enumerate(callbacks) if not isinstance(each, DisthooksCallback)]
         if others and others[0] < callbacks.index(self):
@@ -202,8 +196,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 class WaitingCallback(DisthooksCallback):
     """The callback that :mod:`disthooks.run` adds to a Trainer whose script has no :class:`DisthooksCallback`.
 
-    The session of :mod:`disthooks.run` attaches when the model is first called, and then calls :meth:`join`. From then
-    on the Trainer's log and its checkpoints have the same content as with :class:`DisthooksCallback`.
+    The session attaches when the model is first called, and then calls :meth:`join`.
     """
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
@@ -222,11 +215,7 @@ class WaitingCallback(DisthooksCallback):
             self.join(trainer.model_wrapped, gradients)
 
     def join(self, model: Any, gradients: Gradients) -> bool:
-        """Serve an attachment from now on, if it belongs to the Trainer that trains now.
-
-        Returns:
-            Whether the Trainer resumes from a checkpoint; then the state in it was loaded.
-        """
+        """Serve an attachment from now on, if the Trainer trains now; returns whether it resumes from a checkpoint."""
         if self._training is None:
             return False
         trainer, resumed = self._training

@@ -40,25 +40,17 @@ class Culprit:
 
     @property
     def text(self) -> str:
-        """A sentence that says all of it."""
         on = "" if self.rank is None or " on rank" in self.what else f" on rank {self.rank}"
         return f"{steps_said(self.first, self.step)}{on}: {self.what}."
 
     def document(self) -> dict[str, Any]:
-        """The same in plain values."""
         fields = dict(vars(self))
         del fields["what"]
         return fields | {"text": self.text}
 
 
 class Timeline(NamedTuple):
-    """What a log tells of a run.
-
-    Attributes:
-        culprits: what went wrong, in the order of steps.
-        looked_at: what the log has numbers of, in words.
-        unseen: sentences about what it cannot show.
-    """
+    """What a log tells of a run: what went wrong, in order of steps; what it has numbers of; what it cannot show."""
 
     culprits: list[Culprit]
     looked_at: list[str]
@@ -82,7 +74,6 @@ def made(
 
 
 def module_of(name: str) -> str:
-    """The module of a parameter."""
     return name.rpartition(".")[0] or name
 
 

@@ -31,9 +31,7 @@ class FirstDifference(NamedTuple):
     """The first difference of two runs, and what came of it in the same step.
 
     Attributes:
-        step: the step.
         what: "start", "input", "output", "own", "grad" or "update".
-        where: the module or the parameter.
         rank: the rank, if one rank alone differs; None if several do, or it is not known.
         has_same_input: whether the input of the module is the same; None if it is no module.
         counts: how many inputs, outputs, gradients and parameters differ in this step.
@@ -53,9 +51,7 @@ class Comparison(NamedTuple):
     Attributes:
         steps: the steps that both runs have fingerprints of.
         compared: how many fingerprints were compared.
-        first: the first difference; None if all are the same.
         left_out: how many of what were not compared. See [Note: which runs are compared].
-        notes: why.
         culprits: of each of the two runs, what went wrong by its own log, no later than the first difference.
     """
 
@@ -78,11 +74,7 @@ _WHAT = {
 
 
 def compare_logs(one: Log, other: Log) -> dict[str, Any]:
-    """What ``disthooks diff`` says of two logs; docs/cli.md has the keys. See [Note: which runs are compared].
-
-    Raises:
-        UsageError: when no run has anything in common with its counterpart.
-    """
+    """What ``disthooks diff`` says of two logs; docs/cli.md has the keys. See [Note: which runs are compared]."""
     found, left_out, errors = dict[int, Comparison](), Counter[str](), []
     for place, pair in enumerate(zip(one.runs, other.runs, strict=False), 1):
         try:
@@ -125,11 +117,7 @@ def _sentences(pairs: dict[int, Comparison], left_out: Counter[str]) -> Iterator
 
 
 def compare(one: Run, other: Run) -> Comparison:
-    """Compare the fingerprints of two runs, step by step. See [Note: where a difference begins].
-
-    Raises:
-        UsageError: when there is nothing to compare.
-    """
+    """Compare the fingerprints of two runs, step by step. See [Note: where a difference begins]."""
     printed = [{step: at for at, step in enumerate(run.steps) if _has(run, at)} for run in (one, other)]
     steps = [step for step in printed[0] if step in printed[1]]
     if not steps:

@@ -152,7 +152,6 @@ def curves(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _names(run: Run) -> list[str]:
-    """The names of the numbers of steps."""
     return list(dict.fromkeys(key for record in run.records for key in record))
 
 
@@ -288,7 +287,6 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
 
 
 def leads(run: Run) -> Iterator[dict[str, Any]]:
-    """How often each rank had the largest number."""
     if run.ranks == 1:
         return
     for key, title in (

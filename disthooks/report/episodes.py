@@ -196,5 +196,4 @@ def _quantity(event: Event) -> str:
 
 
 def times(factor: float) -> str:
-    """A factor in words."""
     return f"{factor:.0e} times" if factor >= 1e7 else f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"

@@ -32,12 +32,9 @@ _MARKS = {
 
 
 class Lines:
-    """The whole lines of a file that were written since they were last iterated over.
+    """The whole lines of a file that were written since they were last iterated over; ``rest`` stands behind the last.
 
     Text with a byte order mark, and files of gzip, are read too.
-
-    Attributes:
-        rest: what stands behind the last line end.
     """
 
     def __init__(self, file: pathlib.Path) -> None:
@@ -51,15 +48,10 @@ class Lines:
         return b"".join(self._rest)
 
     def is_shorter(self) -> bool:
-        """Whether the file is shorter than it was."""
         return self.file.exists() and self.file.stat().st_size < self._size
 
     def __iter__(self) -> Iterator[bytes]:
-        """The lines, without their ends.
-
-        Raises:
-            UsageError: if the file cannot be read, or holds no text.
-        """
+        """The lines, without their ends; UsageError if the file cannot be read, or holds no text."""
         try:
             size = self.file.stat().st_size
             if size == self._size:

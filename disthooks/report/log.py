@@ -35,7 +35,6 @@ class Log(NamedTuple):
     broken: dict[int, str]
 
     def broken_said(self) -> list[str]:
-        """Which lines are no records, in words."""
         many = len(self.broken)
         told = [f"line {place} is no record: {why}" for place, why in list(self.broken.items())[:_FEW]]
         left_out = "lines are no records and were" if many > 1 else "line is no record and was"
@@ -47,9 +46,6 @@ class Run:
 
     Attributes:
         name: what the launcher's start is called; None in logs that do not say it.
-        optimizer: the number of the optimizer, where a run has several.
-        about: what the first line says of the attachment.
-        ranks: how many ranks there are; None if the log does not say it.
         names: for "param" and "module" their names, in the order of the model.
         order: for "param" and "module" the places of the names in the order in which forward came to them.
         records: the numbers of each step, without columns.
@@ -58,9 +54,6 @@ class Run:
         texts: the same for statistics that are texts: for each record a list, or None.
         written: how many records there are, with those that were replaced by a later one of the same step.
         again: whether a step follows one that is not before it.
-        restarts: how often the launcher started it again.
-        began: seconds since 1970 of the first record, or None.
-        ended: the same of the last.
     """
 
     def __init__(self, lines: Sequence[Record]) -> None:
@@ -85,7 +78,6 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """The step of each record."""
         return [record.step for record in self.records]
 
     def column(self, name: str) -> list[float | None]:
@@ -93,7 +85,6 @@ class Run:
         return [number(record.get(name)) for record in self.records]
 
     def labels(self, name: str) -> list[Any]:
-        """The value under ``name`` in each record, as it is."""
         return [record.get(name) for record in self.records]
 
     def comparisons(self) -> list[tuple[int, Record]]:
@@ -125,11 +116,7 @@ class Run:
 
 
 class Table:
-    """Numbers by step and name; float64.
-
-    Attributes:
-        names: how many names there are.
-        rows: for each step the numbers, in the order of the names; None if the step has none.
+    """Numbers by step and name; float64. A step without numbers has no row.
 
     >>> table = Table(2, 3)
     >>> table.rows[1] = packed([1.0, "nan", None])
@@ -143,12 +130,10 @@ class Table:
         self.rows: list[array[float] | None] = [None] * steps
 
     def set_one(self, at: int, place: int, value: Any) -> None:
-        """Set one number."""
         row = self.rows[at] = self.row(at)
         row[place : place + 1] = packed([value])
 
     def row(self, at: int) -> array[float]:
-        """The numbers of step number ``at``."""
         row = self.rows[at]
         return array("d", [math.nan]) * self.names if row is None else row
 
@@ -204,20 +189,12 @@ def _single(key: str) -> tuple[str, str, str] | None:
 
 
 def number(value: Any) -> float | None:
-    """``value`` as a float; None if it is no number.
-
-    >>> number(1), number("1"), number(None)
-    (1.0, None, None)
-    """
+    """``value`` as a float; None if it is no number."""
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def file_of(path: pathlib.Path) -> pathlib.Path:
-    """``path`` itself if it is a file, or the one log in the directory ``path``.
-
-    Raises:
-        UsageError: if there is none, or several, or if it is no file: to read a named pipe may take for ever.
-    """
+    """``path`` itself if it is a file, or the one log in the directory ``path``; UsageError for anything else."""
     if path.is_dir():
         named = sorted(path.rglob("gradients.jsonl")) or sorted(path.rglob("*.jsonl"))
         if len(named) != 1:
@@ -241,11 +218,7 @@ _KINDS_OF_FILES = {
 
 
 def read(file: pathlib.Path) -> Log:
-    """Read the runs of a log.
-
-    Raises:
-        UsageError: if the file cannot be read.
-    """
+    """Read the runs of a log."""
     lines, found, broken, many = Lines(file), dict[Any, list[Record]](), dict[int, str](), 0
     for many, line in enumerate(lines, 1):
         _add(line, many, found, broken)
@@ -266,16 +239,11 @@ def _add(line: bytes, place: int, found: dict[Any, list[Record]], broken: dict[i
 
 
 def _who(record: Record) -> tuple[Any, Any]:
-    """The run and the optimizer that a record is of."""
     return record.run, record.optimizer
 
 
 class Tail:
-    """A log that is being written: the last records of the run that wrote last.
-
-    Attributes:
-        broken: how many lines were no records.
-    """
+    """A log that is being written: the last records of the run that wrote last."""
 
     def __init__(self, file: pathlib.Path, most: int = 600) -> None:
         self.file, self.most = file, most
@@ -287,11 +255,7 @@ class Tail:
         self._run: Run | None = None
 
     def read(self) -> Run | None:
-        """The run with what was written since the last call; None while no record is there.
-
-        Raises:
-            UsageError: if the file cannot be read.
-        """
+        """The run with what was written since the last call; None while no record is there."""
         if self._read.is_shorter():  # it was written anew
             self.__init__(self.file, self.most)  # type: ignore[misc]
         for line in self._read:

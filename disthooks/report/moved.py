@@ -43,7 +43,6 @@ class Signal(NamedTuple):
 
     Attributes:
         of: "param", "module", or "" for a number of the step.
-        name: its name in the log.
         rank: the name of the rank that has it; "" if nobody knows.
         limit: how many decades above the usual value a number must be.
         deviations: how many usual deviations above it, too.
@@ -83,11 +82,8 @@ class Event(NamedTuple):
 
     Attributes:
         at: the place of the step among the records.
-        signal: which statistic.
         place: the place of the parameter or module among their names; -1 for a number of the step.
-        value: the number.
         usual: the median of the steps before.
-        rank: the rank that has it, if it is known.
         first: the first step in which that can have begun.
         step: the step of the number.
     """
@@ -159,7 +155,6 @@ class Scores:
         return self._distance[begin]
 
     def last(self, steps: int) -> torch.Tensor:
-        """The distances of the last ``steps`` steps."""
         many = len(self._logs)
         begins = range(max(0, many - steps) // BLOCK * BLOCK, many, BLOCK)
         return torch.cat([self.distance(begin) for begin in begins])[-steps:]

@@ -44,8 +44,6 @@ class LoggedObject(BaseModel):
 
 
 class About(LoggedObject):
-    """The description of an attachment."""
-
     engine: str = ""
     ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
     parameters: Whole = 0
@@ -54,8 +52,6 @@ class About(LoggedObject):
 
 
 class Names(LoggedObject):
-    """The names of columns."""
-
     param: list[str] = []
     module: list[str] = []
     called: list[int] = []
@@ -147,9 +143,6 @@ _Schema = create_model(
 def record_of(line: bytes) -> Record:
     """The record in a line. Numbers that are not finite are floats, and columns of numbers are arrays.
 
-    Raises:
-        ValueError: if the line is no record, with the reason. See [Note: a log is not trusted].
-
     >>> record_of(b'{"step": 3, "loss": "nan", "param": {"grad_norm": [1, "inf", null]}}')
     {'step': 3, 'loss': nan, 'param': {'grad_norm': array('d', [1.0, inf, nan])}}
     >>> record_of(b'{"step": 3, "about": {"ranks": "two"}}')
@@ -192,7 +185,6 @@ def _is_label(name: str) -> bool:
 
 
 def _columns(of: str, found: Any) -> dict[str, Any]:
-    """The columns of parameters or of modules."""
     if not isinstance(found, dict):
         raise ValueError(f"{of} is no object")
     for name, column in found.items():

@@ -33,7 +33,6 @@ _NEEDED = (
 
 
 def looked_at(run: Run) -> Iterator[str]:
-    """What the log has numbers of."""
     names = _names(run)
     return (what for what, needed in _LOOKED_AT if needed & names)
 

@@ -176,8 +176,6 @@ __all__ = ["Blame", "blame"]
 
 
 class RunningCall:
-    """One call of a module that is under way in one thread."""
-
     __slots__ = ("inputs", "module", "rest")
 
     def __init__(self, module: nn.Module, rest: FinishedCall) -> None:
@@ -186,15 +184,7 @@ class RunningCall:
 
 
 class FinishedCall:
-    """One call of a module, for its backward: the hooks on its inputs and outputs keep it, and it keeps no module.
-
-    Attributes:
-        forward: the number of the forward.
-        where: the number of the module, and of its call, as :class:`~disthooks.report.watch.finite.ModuleCall` has it.
-        weights: the flag of its weights.
-        grads: the flag of the gradients of its outputs; None until there is one.
-        has_inputs: whether an input of it has a history.
-    """
+    """One call of a module, for its backward: the hooks on its inputs and outputs keep it, and it keeps no module."""
 
     __slots__ = ("forward", "grads", "has_inputs", "weights", "where")
 
@@ -216,10 +206,7 @@ class CallsOfTensor:
 
 
 class ThreadCalls(threading.local):
-    """The calls under way in this thread, outermost first, and the flags found since the first of them began.
-
-    See [Note: what is looked at once].
-    """
+    """The calls under way in this thread, and the flags since the first began; see [Note: what is looked at once]."""
 
     def __init__(self, only_nan: bool, unknown: set[str]) -> None:
         self._args = (only_nan, unknown)
@@ -227,7 +214,6 @@ class ThreadCalls(threading.local):
         self.begin()
 
     def begin(self) -> None:
-        """Start a new forward of this thread: nothing is looked at yet."""
         self.looked = FiniteFlags(*self._args)
         self.weights: dict[int, torch.Tensor | None] = {}
         self.calls: Any = WeakIdKeyDictionary()  # for each tensor with a hook its CallsOfTensor

@@ -32,13 +32,9 @@ def display_name(name: str) -> str:
 def choose_modules(
     model: nn.Module, patterns: Iterable[Pattern], depth: int | None = None, left_out: list[str] | None = None
 ) -> dict[str, nn.Module]:
-    """The modules that ``patterns`` choose, by canonical name, in the model's order.
+    """The modules that ``patterns`` choose, by canonical name, in the model's order; AttachError if they call no hooks.
 
     A wrapper and the module in it have one canonical name: the module is chosen. See [Note: modules without hooks].
-
-    Raises:
-        MatchError: when a pattern matches no module, or none that is at most ``depth`` deep.
-        AttachError: when a module that matches runs without Python hooks, or all of them, if they may be ``left_out``.
     """
     # named_modules gives a wrapper before the module in it, so the dict keeps the inner one under their common name.
     chosen = dict(match_modules(model, as_patterns(patterns)))
@@ -161,7 +157,6 @@ class Seen(Attachment, Mapping[str, Any]):
         return self._runs[name]
 
     def _remember(self, name: str, detach: bool, copy: bool, module: nn.Module, args: object, output: Any) -> None:
-        """The forward hook of a watched module."""
         if in_backward():  # a checkpoint computes again what was seen
             return
 

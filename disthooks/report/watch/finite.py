@@ -37,11 +37,7 @@ _FEW = 256  # calls whose flags are put together at a time; see [Note: calls are
 def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | None:
     """Zero if all elements are finite, NaN if any is NaN or ``+inf``, else ``-inf``; see [Note: flags that add up].
 
-    Returns:
-        A tensor without dimensions on the device of ``tensor``; None if ``tensor`` has no elements in memory.
-
-    Raises:
-        NotImplementedError, TypeError: when a subclass of tensors has no extremes.
+    None if ``tensor`` has no elements in memory.
 
     >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
     [nan, -inf, 0.0]
@@ -77,10 +73,7 @@ class FiniteFlags:
     def __call__(self, tensors: Iterable[torch.Tensor], known: bool = True) -> torch.Tensor | None:
         """:func:`zero_or_nan` of all tensors together, on the device of the first; None if no tensor has a flag.
 
-        Args:
-            tensors: any number of tensors.
-            known: whether an earlier flag of a tensor holds while the tensor has the same version. It must be False
-                for weights, because engines write into their memory without counting up the version.
+        ``known`` must be False for weights, because engines write into their memory without counting up the version.
         """
         total: torch.Tensor | None = None
         for tensor in tensors:
@@ -111,8 +104,8 @@ class FiniteFlags:
 class ModuleCall(NamedTuple):
     """One call of a module that has returned: three flags (:func:`zero_or_nan`), and two numbers.
 
-    The numbers say which call it was. ``when`` has the number of the forward in its upper 32 bits, and the order in
-    which calls returned in its lower ones. ``where`` has the number of the module, and of its call, in the same way.
+    ``when`` has the number of the forward in its upper 32 bits, and the order in which calls returned in its lower
+    ones; ``where`` has the number of the module, and of its call, in the same way.
     """
 
     outputs: torch.Tensor
@@ -125,8 +118,7 @@ class ModuleCall(NamedTuple):
 def made_or_passed_on(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Whether a call made something that is not finite, or passed on NaN or ``+inf``; both arguments are flags.
 
-    An output of ``-inf`` counts only if the inputs are finite: with ``-inf`` among them it is a mask that the module
-    passed on. See [Note: masks].
+    See [Note: masks].
     """
     return outputs.isnan() | (outputs.isneginf() & inputs.isfinite())
 
@@ -153,8 +145,7 @@ class FirstNonFinite:
     def read(self) -> list[list[int]]:
         """For each of the two calls ``[when, where, inputs, weights]``; ``when`` is -1 if there was no such call.
 
-        ``inputs`` is 1 if the inputs were finite, 2 if they were finite except for ``-inf``, and 0 otherwise;
-        ``weights`` is 1 if the weights were finite, else 0. This waits for the device.
+        ``inputs`` is 2 if the inputs were finite except for ``-inf``. This waits for the device.
         """
         with self._lock:
             if self._pending:

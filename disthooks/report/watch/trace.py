@@ -58,7 +58,6 @@ class TraceEvent(NamedTuple):
 
 
 def format_event(event: TraceEvent, width: int) -> str:
-    """``event`` as one line, names in a column of ``width``."""
     dtype = str(event.dtype).removeprefix("torch.") if event.dtype is not None else "-"
     text = f"{display_name(event.name):<{max(width, 7)}}  {event.type:<{_CLASS}} {event.shape!s:<22} {dtype:<9}"
     return f"{text} {event.seconds * 1e3:8.2f} ms  {format_bytes(event.nbytes)}  {event.note}".rstrip()
@@ -99,8 +98,6 @@ class RunningForward(NamedTuple):
 
 
 class ThreadForwards(threading.local):
-    """The forwards under way in this thread, outermost first."""
-
     def __init__(self) -> None:
         self.frames: list[RunningForward] = []
 

@@ -68,10 +68,7 @@ class Watchers(Attachment):
         gradients.on_nonfinite(tell)
 
     def compare_every(self, every: int, model: nn.Module, optimizer: Any, engine: Engine | None = None) -> None:
-        """Compare the tensors that should be the same on several ranks, after each ``every`` steps; call it on all.
-
-        Before that it compares after 1, 2, 4, 8, ... steps: a run that is short, or was started again, is compared too.
-        """
+        """Compare copies after 1, 2, 4, 8, ... steps, then after each ``every`` steps; call it on all ranks."""
         engine = engine or detect_engine(model)
         stepping = engine.inner_optimizer(optimizer)
         steps = differed = 0

@@ -98,12 +98,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def run(words: list[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code: 0 if it went well, 1 if the command failed (2 if ``diff`` did), 2 if the arguments are wrong (one
-        line on stderr says why), 130 after Ctrl-C.
-    """
+    """Run one command. Returns the exit code: 130 after Ctrl-C, 2 for wrong arguments, and what the command says."""
     try:
         code = typer.main.get_command(app).main(words, prog_name="disthooks", standalone_mode=False)
     except _UsageError as error:

@@ -114,7 +114,6 @@ def environment() -> dict[str, str]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """How torch was built, and the GPUs that it finds."""
     import torch
     import torch.distributed as dist
 

@@ -73,7 +73,6 @@ def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]
 
 
 def _show(facts: dict[str, Any], found: list[Problem]) -> None:
-    """Print all facts under the names that they have in ``--json``, and then the problems."""
     out = console()
     width = min(_WIDTH, out.width)
     rows = [(name, each) for name, value in facts.items() for each in (value if isinstance(value, list) else [value])]

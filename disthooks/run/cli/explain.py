@@ -179,10 +179,8 @@ class Branch(NamedTuple):
 
     Attributes:
         label: the last part of the name; of several modules the first and the last.
-        kind: the name of the class.
         times: how many modules it stands for.
         total: saved bytes of all of them, with the modules inside.
-        children: their parts; a part stands for the same part of each of them.
     """
 
     label: str
@@ -253,14 +251,7 @@ def bar(part: float, width: int = _BAR) -> str:
 
 
 class TreeLine(NamedTuple):
-    """A line of the tree.
-
-    Attributes:
-        name: the label, indented by two columns a level.
-        kind: the name of the class.
-        nbytes: the saved bytes.
-        share: their part of all saved bytes; None for a line that stands for small parts.
-    """
+    """A line of the tree; ``share`` is the part of all saved bytes, None for a line that stands for small parts."""
 
     name: str
     kind: str
@@ -368,7 +359,6 @@ def _vertical(part: float) -> str:
 
 
 def show(said: Explanation, told: dict[str, Any]) -> None:
-    """Print an explanation on the terminal."""
     columns = console().width
     lines = tree_lines(folded(said.modules), said.saved_bytes)
     if lines:

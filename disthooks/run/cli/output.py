@@ -91,8 +91,6 @@ def line(text: str, colour: str = "", error: bool = False) -> None:
 
 
 class Begin(Protocol):
-    """Tells the progress what is done now."""
-
     def __call__(self, text: str, is_step: bool = True) -> None: ...
 
 
@@ -100,9 +98,7 @@ class Begin(Protocol):
 def progress(steps: int) -> Iterator[Begin]:
     """Show on stderr what is done: a progress bar on a terminal, and a line every five seconds in a file or a pipe.
 
-    Returns:
-        A function to call before each step, with a text that says what the step does. With ``is_step=False`` it
-        changes the text of the step that runs.
+    It gives a function to call before each step, with a text. ``is_step=False`` changes the text of the step that runs.
     """
     if not sys.stderr.isatty():
         with _lines() as begin:
@@ -167,20 +163,12 @@ def shortened(names: Sequence[str], most: int = 4) -> str:
 
 
 def speed(rate: float | None) -> str:
-    """Bytes a second as a text for people.
-
-    >>> speed(2.5e9), speed(None)
-    ('2.50 GB/s', 'not measured')
-    """
+    """Bytes a second as a text for people."""
     return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
 
 
 def size(count: float | None) -> str:
-    """Bytes as a text for people.
-
-    >>> size(3 << 30), size(None)
-    ('3.0 GiB', 'unknown')
-    """
+    """Bytes as a text for people."""
     from disthooks._tensors import format_bytes
 
     return "unknown" if count is None else format_bytes(count)

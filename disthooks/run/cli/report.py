@@ -102,7 +102,6 @@ def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | No
 
 
 def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
-    """The verdict and the most important figures, on one screen."""
     for text in _heading(file, run, several):
         line(text)
     named = {culprit["text"]: culprit for culprit in run["culprits"]}

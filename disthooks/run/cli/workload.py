@@ -48,13 +48,10 @@ from disthooks.saved.report import SavedReport
 
 @dataclass
 class Findings:
-    """The errors and warnings of a check."""
-
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def failed(self, where: str, error: BaseException | str) -> None:
-        """Add an error as one line."""
         text = " ".join(str(error).split())
         self.errors.append(f"{where}: {text}" if where else text)
 
@@ -66,12 +63,10 @@ class SaveEntry:
     Attributes:
         where: its name in the file, such as "save.0".
         at: the file and the line.
-        patterns: the patterns of its modules, as they are in the file.
-        pipeline: its codecs and store.
         matched: for each pattern, the names of the modules that it matches.
         placed: the pipeline, with the store that a ``budget`` puts in front of its own; None before the model is known.
-        modules: the modules that get hooks, by name. A module inside another of them gets none, nor does a container
-            that is never called.
+        modules: the modules that get hooks. A module inside another of them gets none, nor does a container that is
+            never called.
     """
 
     where: str
@@ -137,11 +132,7 @@ def _attach_entries(entries: list[SaveEntry], pipelines: list[Pipeline], model: 
 
 
 def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
-    """Conflicts of hooks on ``modules`` with checkpointing and compiled code.
-
-    Returns:
-        The modules that would save nothing, with the reason, by name; and warnings about the others.
-    """
+    """The modules that save nothing because of checkpointing or compiled code, with the reason; other warnings."""
     lost: dict[str, str] = {}
     warned: list[str] = []
     for name, region in unwrap_engine(model).named_modules():
@@ -176,11 +167,7 @@ def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[
 
 
 def find(name: str) -> Callable[[], Any]:
-    """The function that makes the model.
-
-    Raises:
-        UsageError: if there is no such function.
-    """
+    """The function that makes the model."""
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")
@@ -200,14 +187,7 @@ def find(name: str) -> Callable[[], Any]:
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """Call the function that makes the model. Its tensors have no memory.
-
-    Returns:
-        The module, and its example inputs; None if the function returns none.
-
-    Raises:
-        UsageError: if there is no such function, if it raises, or if it returns no module.
-    """
+    """Call the function that makes the model, and return the module and its example inputs. No tensor has memory."""
     from disthooks.predict.fake.fake_run import fake_run
 
     function = find(name)
@@ -270,13 +250,7 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 def reports(name: str, placed: Placed) -> dict[str, SavedReport]:
-    """Predict one forward and backward with the hooks of ``placed``; the report of each module, by name.
-
-    Nothing runs: the step is one of tensors without memory, as in ``explain``. The model is built for it again.
-
-    Raises:
-        UsageError: if the model raises, or no tensor in its output requires a gradient.
-    """
+    """Predict one forward and backward with the hooks of ``placed``; the report of each module, by name."""
     from disthooks.predict.explain import explain
 
     plan = [(functools.partial(_is_named, module), pipeline) for module, _, pipeline in placed]
@@ -375,9 +349,6 @@ class RoundTrip(NamedTuple):
     """The result of one tensor that went through a pipeline and back.
 
     Attributes:
-        dtype: the tensor's dtype, such as "float32".
-        lossless: whether no codec of the pipeline says that it is lossy.
-        identical: whether the tensor came back with the same bits.
         error: the relative error, ``||back - there|| / ||there||``; infinite if a finite element came back infinite or
             NaN.
         before: bytes of the tensor.
@@ -410,13 +381,7 @@ class _Keep(torch.autograd.Function):
 
 
 def round_trip(pipeline: Pipeline, dtype: torch.dtype) -> RoundTrip:
-    """Let autograd save a random tensor of ``dtype`` through ``pipeline``, and take it back.
-
-    The tensor has 2**18 elements. ``at_least`` has no effect.
-
-    Raises:
-        DisthooksError: if the pipeline raises one.
-    """
+    """Let autograd save a random tensor of 2**18 elements through ``pipeline``, and take it back."""
     before = _read(pipeline)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     numbers = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))

@@ -47,14 +47,9 @@ class SaveEntries:
         self._models: list[weakref.ref[nn.Module]] = []
 
     def plan_for(self, model: nn.Module, is_last: bool) -> tuple[Plan, bool]:
-        """The plan for one model.
+        """The plan for one model, without ``save`` if none is for it, and whether to attach it ``partly``.
 
-        Returns:
-            The plan, without ``save`` if the model has it already or no entry matches in it; and whether to attach
-            it ``partly``.
-
-        Raises:
-            MatchError: if `model` is the last one and an entry matches in none of them.
+        Raises MatchError if `model` is the last one and an entry matches in none of them.
         """
         if any(unwrap_engine(model) is ref() for ref in self._models):
             return self._without_save(), True
@@ -86,10 +81,7 @@ class SaveEntries:
 
 
 class WatchedOptimizer:
-    """The numbers of one optimizer's steps, which stay known after the optimizer and its model are collected.
-
-    See [Note: nothing is kept alive].
-    """
+    """The numbers of one optimizer's steps; see [Note: nothing is kept alive]."""
 
     def __init__(self, gradients: Gradients) -> None:
         report = gradients.report()
@@ -119,11 +111,7 @@ class WatchedOptimizer:
         return self._nonfinite
 
     def write_left(self) -> bool:
-        """Write the record that a collected attachment has left.
-
-        Returns:
-            Whether the attachment is collected.
-        """
+        """Write the record that a collected attachment has left. Returns whether the attachment is collected."""
         while self._unwritten:
             left = self._unwritten.popleft()
             self._last, self._nonfinite = left.steps, left.nonfinite_steps
@@ -131,7 +119,6 @@ class WatchedOptimizer:
         return self._gradients() is None
 
     def remove(self) -> None:
-        """Take the hooks off. This writes the last record."""
         self.write_left()
         gradients = self._gradients()
         if gradients is not None:
@@ -145,7 +132,6 @@ class ModelAttachment:
 
     Attributes:
         number: how many models the session had attached to before this one.
-        saving: the attachment to saved tensors; None if the plan has no entry of ``save`` for this model.
         watched: one object for each optimizer whose gradients are watched.
         optimizers: how many optimizers hold the model's parameters.
     """
@@ -162,15 +148,10 @@ class ModelAttachment:
     def attach(
         self, plan: Plan, is_partial: bool, optimizers: Sequence[Any], number: int, engine: Engine | None = None
     ) -> None:
-        """Attach `plan` to the model and to each of its optimizers.
+        """Attach what :meth:`SaveEntries.plan_for` gave to the model and ``optimizers``, ``[None]`` for DeepSpeed's.
 
-        Args:
-            plan: the plan of :meth:`SaveEntries.plan_for`.
-            is_partial: the second value of :meth:`SaveEntries.plan_for`.
-            optimizers: the optimizers that hold the model's parameters; ``[None]`` for DeepSpeed's.
-            number: how many optimizers are watched already. The records of the second optimizer of a script, and of
-                each later one, name its number: all of them write into one log.
-            engine: the engine of the model, if it is known already.
+        ``number`` optimizers are watched already. Records of the second one and of later ones name their number,
+        because all write into one log.
         """
         model: Any = self._model()
         if plan.watches.get("optimizers") == "together" and len(optimizers) > 1:
@@ -283,12 +264,7 @@ class Attachments:
             attachment.remove()
 
     def remove_all(self, on_error: Callable[[Exception], None]) -> list[dict[str, Any]]:
-        """Take all attachments off, and return the outcome of each model.
-
-        Args:
-            on_error: called with the error of an attachment that cannot be taken off. The others are taken off all the
-                same.
-        """
+        """Take all attachments off, and return the outcome of each model; ``on_error`` gets errors."""
         self.release_collected()
         outcomes = [*self._outcomes, *((each.number, each.outcome()) for each in self._alive)]
         while self._alive:
@@ -317,7 +293,6 @@ def summary_lines(outcomes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _summary_line(outcomes: Sequence[dict[str, Any]]) -> str:
-    """The line of one model, or of several models of one class."""
     first = outcomes[0]
     parts = [f"{first['model']} on {first['engine']}" if first["engine"] else first["model"]]  # of a watched one
     parts[0] += f", {len(outcomes)} models" if len(outcomes) > 1 else ""

@@ -24,16 +24,7 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command line in its parts.
-
-    Attributes:
-        launcher: one of ``LAUNCHERS``.
-        options: the launcher's options, as the user wrote them.
-        script: the path of a script, or the name of a module.
-        args: the arguments of the script.
-        chosen: the values that the launcher's parser reads from the options, with its defaults.
-        hooks: the file that ``--hooks`` names; None without ``--hooks``.
-    """
+    """A command line in its parts; ``chosen`` are the values that the launcher's parser reads from ``options``."""
 
     launcher: str
     options: tuple[str, ...]
@@ -48,11 +39,7 @@ class LaunchCommand:
 
 
 def read(argv: Sequence[str]) -> LaunchCommand:
-    """Read the words after ``disthooks launch``. See [Note: where the script begins].
-
-    Raises:
-        UsageError: if there is no script, or if the launcher does not know an option or disthooks does not support it.
-    """
+    """Read the words after ``disthooks launch``. See [Note: where the script begins]."""
     rest = list(argv)
     hooks: str | None = None
     if rest and rest[0].partition("=")[0] == "--hooks":  # in front of the launcher's name

@@ -39,18 +39,10 @@ _HERE = str(pathlib.Path(__file__).parent)
 
 
 class RankRecord:
-    """The record of this process, in ``folder``; see [Note: who failed first].
+    """The record of this process, in ``folder``, and nothing without one; see [Note: who failed first].
 
-    ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends. If the worker is killed, the
-    first version stays. If the worker gets SIGTERM or crashes, the stacks of its threads are written to
-    ``attempt-0.rank-1.stack``. Without a folder nothing is written.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     record = RankRecord(folder)
-    ...     record.end("exception", ValueError("bad batch"))
-    ...     json.loads(pathlib.Path(folder, "attempt-0.rank-0.json").read_text())["message"]
-    'bad batch'
+    ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends. If the worker gets SIGTERM or
+    crashes, the stacks of its threads are written to ``attempt-0.rank-1.stack``.
     """
 
     def __init__(self, folder: str | None) -> None:

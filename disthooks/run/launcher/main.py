@@ -38,11 +38,7 @@ disthooks.run."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch the job of ``argv`` and wait for it.
-
-    Returns:
-        The launcher's exit code; 2, with nothing started, if the command line or the configuration is wrong.
-    """
+    """Launch the job of ``argv`` and wait for it. Returns the launcher's exit code; 2 if nothing was started."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else _FAULTY
@@ -59,11 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _checked_hooks(launch: command.LaunchCommand) -> str | None:
-    """Check the configuration before anything is started.
-
-    Returns:
-        The path of the hooks file; None if DeepSpeed's JSON has the configuration.
-    """
+    """Check the configuration. Returns the path of the hooks file; None if DeepSpeed's JSON has the configuration."""
     if launch.launcher == "accelerate":
         path = launch.chosen.config_file or accelerate_config.default_file()
         if path is not None:
@@ -78,10 +70,9 @@ def _warn(text: str) -> None:
 
 
 def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchCommand, dict[str, str]]:
-    """Let accelerate start all processes on CPUs. See [Note: accelerate starts one process for MULTI_CPU].
+    """The command line, and environment, with which accelerate starts all processes on CPUs.
 
-    Returns:
-        The command line, and variables to set in the launcher's environment.
+    See [Note: accelerate starts one process for MULTI_CPU].
     """
     chosen = launch.chosen
     if launch.launcher != "accelerate" or any(name in os.environ for name in _OF_MPI):

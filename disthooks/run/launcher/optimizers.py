@@ -38,9 +38,6 @@ class ScriptOptimizers:
     """The optimizers of a script: those that wait for their model, and those for which the session is done.
 
     All of them are held weakly; see [Note: nothing is kept alive].
-
-    Attributes:
-        left_alone: for each optimizer without an attachment, a text with its class and the reason.
     """
 
     def __init__(self) -> None:
@@ -106,29 +103,21 @@ class ScriptOptimizers:
         )
 
     def is_waiting(self, optimizer: Any) -> bool:
-        """Whether the session has seen `optimizer` being made and has not attached for it."""
         return any(ref() is optimizer for ref in self._waiting)
 
     def is_done(self, optimizer: Any) -> bool:
-        """Whether the session has attached for `optimizer`, or has left it alone for good."""
         return any(ref() is optimizer for ref in self._done)
 
     def mark_done(self, optimizers: Sequence[Any]) -> None:
-        """Let these optimizers wait no longer."""
         self._done = [ref for ref in self._done if ref() is not None]
         self._done += [weakref.ref(optimizer) for optimizer in optimizers]
         self._waiting = [weakref.ref(one) for one in self.waiting if not self.is_done(one)]
 
     def stop_waiting(self) -> None:
-        """Forget the waiting optimizers, because the script attaches by itself."""
         self._waiting.clear()
 
     def leave_alone(self, optimizer: Any, reason: str) -> bool:
-        """Note that `optimizer` gets no attachment.
-
-        Returns:
-            False if the same reason was noted before for an optimizer of the same class.
-        """
+        """Note that `optimizer` gets no attachment. False if the same was noted for another one of its class."""
         line = f"{type(optimizer).__name__}: {reason}"
         if line in self.left_alone:
             return False
@@ -165,11 +154,7 @@ def started_alone() -> str | None:
 
 
 def engine_to_attach(model: nn.Module, has_group: bool) -> Engine:
-    """The engine of a model that is called.
-
-    Raises:
-        AttachError: if hooks must not be attached to the model; the message says why, and what to do.
-    """
+    """The engine of a model that is called. AttachError says why hooks must not be attached, and what to do."""
     engine = detect_engine(model)
     # Lightning has run the script again for each other rank. It sets these variables, and no RANK.
     by_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ

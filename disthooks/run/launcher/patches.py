@@ -50,11 +50,7 @@ _MAX_FRAMES = 12  # most frames between the __init__ of an optimizer and the __i
 
 
 def replace_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> Undo:
-    """Put ``wrap(method)`` in the place of a method of a class.
-
-    Returns:
-        A function that puts the method back, unless other code has replaced it meanwhile.
-    """
+    """Put ``wrap(method)`` in the place of a method; what is returned undoes it, unless others replaced it again."""
     original = owner.__dict__[name]
     replacement = wrap(original)
     setattr(owner, name, replacement)
@@ -156,13 +152,11 @@ class TorchPatches:
         return undo_all
 
     def close(self) -> None:
-        """Put all methods back."""
         self.hear_calls(False)
         while self._undo:
             self._undo.pop()()
 
     def hear_calls(self, should_hear: bool) -> None:
-        """Begin to tell the listener of modules that are called, or stop it."""
         if should_hear and self._undo_call is None:
             self._undo_call = replace_method(nn.Module, "__call__", self._telling)
         elif not should_hear and self._undo_call is not None:
@@ -189,10 +183,7 @@ class TorchPatches:
         return call
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Tell the listener of a step.
-
-        If the step has a closure, it is told after the closure, which calls the model.
-        """
+        """Tell the session of a step; if the step has a closure, after the closure, which calls the model."""
         if not self._listener.watches(optimizer):
             return None
         given = wrap_closure(functools.partial(self._in_closure, optimizer), args, kwargs)
@@ -278,10 +269,7 @@ class FrameworkPatches:
     def join(self, model: nn.Module, gradients: Gradients) -> bool:
         """Connect an attachment to its accelerator or Trainer, and give it the state that was loaded for it.
 
-        See [Note: state waits for its attachment].
-
-        Returns:
-            False if the script has loaded a state into the optimizer, but none for rules and statistics.
+        See [Note: state waits for its attachment]. False if only the optimizer's state was loaded.
         """
         has_state = False
         for accelerator in self._accelerators:
@@ -370,11 +358,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, then: Callable[[types.ModuleType], Undo]) -> Undo:
-    """Call ``then`` with the module ``name``, now if it is imported, else when it is.
-
-    Returns:
-        A function that undoes it: it stops waiting, or calls the function that ``then`` has returned.
-    """
+    """Call ``then`` with the module ``name``, now if it is imported, else when it is; what is returned undoes it."""
     module = sys.modules.get(name)
     if module is not None:
         return then(module)

@@ -75,7 +75,6 @@ class Session:
     # -- while the script runs
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to wait for the model of an optimizer that the script has made."""
         self._attachments.release_collected()
         if not self._has_yielded and not self._is_over:
             self._optimizers.add(optimizer)
@@ -83,7 +82,6 @@ class Session:
             self._torch.hear_calls(True)
 
     def called(self, module: nn.Module, is_outermost: bool) -> None:
-        """Attach to `module` if it is the model of an optimizer that waits."""
         is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if self._is_attaching or is_tracing or not self._optimizers.should_look(module):
             return
@@ -145,10 +143,7 @@ class Session:
         return bool(self.plan.watches) and (self.plan.strict or not calls_closure_again(optimizer))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step. If nothing is attached to the model of `optimizer`, print that once.
-
-        If the plan is ``strict``, or each process trains alone, that is an AttachError.
-        """
+        """Count a step. If nothing is attached to the model of `optimizer`, say so once; AttachError if ``strict``."""
         if self._has_yielded or self._optimizers.is_done(optimizer):
             self._steps += 1
             return
@@ -181,10 +176,7 @@ class Session:
     # -- after the script
 
     def finish(self, process: int, failed: bool = False) -> dict[str, Any]:
-        """Take all attachments off, print a summary on the first rank, and return the values for this rank's record.
-
-        In a fork of ``process``, in which the script began, nothing is done.
-        """
+        """Take all attachments off, and print a summary on the first rank; in a fork of ``process`` nothing is done."""
         if os.getpid() != process:
             return {}
         self._is_over = True

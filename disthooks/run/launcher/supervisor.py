@@ -38,8 +38,7 @@ _MAINS = {
 def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[int]]:
     """Run a launcher to its end, in a fork of this process, which has imported its modules to read its options.
 
-    Returns:
-        Its exit code, or 128 plus the number of the signal that ended it; and the signals that were passed on.
+    Returns its exit code, or 128 plus the number of the signal that ended it; and the signals that were passed on.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,14 +94,9 @@ def _become(
 
 
 def end_workers(started: Sequence[Mapping[str, Any]], mark: str, interrupted: bool = False) -> None:
-    """End the workers that outlived their launcher.
+    """End the workers that outlived their launcher: processes of ``started`` that have ``mark`` in their environment.
 
-    Args:
-        started: the records of the workers.
-        mark: a text in the environment of each worker. A process without it is another one that has got the number of
-            a worker that ended.
-        interrupted: whether the workers got a Ctrl-C from the terminal. Then they have time to write a checkpoint
-            before they are ended; accelerate's launcher waits only a quarter of a second.
+    After a Ctrl-C they have time to write a checkpoint; accelerate's launcher waits only a quarter of a second.
     """
     mine = [int(one["pid"]) for one in started if one["host"] == socket.gethostname()]
     if interrupted:

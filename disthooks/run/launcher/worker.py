@@ -106,10 +106,7 @@ def check_target(target: str, module: bool) -> None:
 
 
 def execute(command: Command) -> None:
-    """Run the script or module to its end. Its exceptions are raised here, ``SystemExit`` too.
-
-    See [Note: the script runs as Python would run it].
-    """
+    """Run the script or module; its exceptions are raised. See [Note: the script runs as Python would run it]."""
     if command.module:
         _module(command)
     elif pathlib.Path(command.target).is_dir() or command.target.endswith((".zip", ".pyz")):
@@ -172,10 +169,7 @@ _FAULTY = 2
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the script of the command line, and end the process with the script's exit code.
-
-    If the arguments or the configuration are wrong, the exit code is 2 and the script does not start.
-    """
+    """Run the script of the command line, and end the process with its exit code; 2 if it was not started."""
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
@@ -198,11 +192,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(command: Command, record: failure_report.RankRecord, session: Session) -> NoReturn:
-    """Run the script, and write the record.
-
-    If the script raises an error or is interrupted, the record is written before the hooks are taken off. Otherwise it
-    is written after that, because it contains the outcomes of the hooks.
-    """
+    """Run the script, and write the record, which has the outcomes of the hooks if the script ends well."""
     here = os.getpid()
     try:
         execute(command)
