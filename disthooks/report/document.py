@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+from disthooks._tensors import format_bytes
 from disthooks.report.culprit import Culprit
 from disthooks.report.log import Run, number
 from disthooks.report.moved import values_of
-from disthooks.report.sentences import figure, nonfinite_entries, peak_of, seconds, size, verdict
+from disthooks.report.sentences import figure, nonfinite_entries, peak_of, seconds, verdict
 from disthooks.report.timeline import timeline
 
 _CELLS = 440_000  # numbers of a heat map
@@ -253,7 +254,7 @@ def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     if moved:
         yield {
             "title": "Saved tensors moved",
-            "figure": size(statistics.median(moved)),
+            "figure": format_bytes(statistics.median(moved)),
             "note": "in a step, first rank",
         }
 
@@ -334,7 +335,7 @@ def places_of_saved(run: Run, predicted: dict[str, Any] | None = None) -> Iterat
     rows = plan.get("modules") if isinstance(plan, dict) else None
     if moved and isinstance(rows, list):
         told = sum(number(row.get("moved")) or 0.0 for row in rows if isinstance(row, dict))
-        text = f"{size(statistics.median(moved))}, and {size(told)} were predicted"
+        text = f"{format_bytes(statistics.median(moved))}, and {format_bytes(told)} were predicted"
         yield {"name": "moved in a step", "text": text, "predicted": True}
     last = run.records[-1]
     for key in (key for key in _names(run) if key.startswith("saved/")):

@@ -155,18 +155,14 @@ def _replicas(run: Run) -> Iterator[Culprit]:
     evidence = [f"The ranks no longer have the same model, found after {after} steps: {count} differ{said}."]
     if not place and len({name.partition(": ")[0] for name in names}) > 1:
         what = f"{count} differ at the first comparison, after {after} step{'s' if after > 1 else ''}: other weights"
-        yield made("weights", steps, "", _leaver(ranks, rank), what, evidence)
+        # Of two ranks it is said to be the one that is not the first: the first one writes checkpoints.
+        yield made("weights", steps, "", ranks[1] if len(ranks) == 2 else rank, what, evidence)
         return
     where, _, state = names[0].partition(": ") if names else ("", "", "")
     state = f", the optimizer's {state}," if state else ""
     yield made(
         "replicas", steps, where, rank, f"{where or 'a tensor'}{state} differs from the copies on other ranks", evidence
     )
-
-
-def _leaver(ranks: Sequence[Any], rank: int | None) -> int | None:
-    """Of two ranks that began with other weights, the one that is not the first: the first one writes checkpoints."""
-    return ranks[1] if rank is None and len(ranks) == 2 else rank
 
 
 # -- layers, learning rates, times

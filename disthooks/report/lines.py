@@ -13,14 +13,6 @@ from disthooks.errors import UsageError
 
 _BLOCK = 1 << 20
 _GZIP = b"\x1f\x8b"
-#: What other files begin with.
-_OTHER = {
-    b"PK\x03\x04": "a zip archive",
-    b"BZh": "a bzip2 file",
-    b"\xfd7zXZ": "an xz file",
-    b"\x28\xb5\x2f\xfd": "a zstd file",
-    b"PAR1": "a Parquet file",
-}
 #: Byte order marks; that of UTF-32 begins with that of UTF-16.
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -73,10 +65,8 @@ class Lines:
         raw.seek(0)
         if head.startswith(_GZIP):
             return gzip.open(raw)
-        what = next((what for begin, what in _OTHER.items() if head.startswith(begin)), "")
-        if not what and b"\0" in head and not head.startswith(tuple(_MARKS)):
+        if b"\0" in head and not head.startswith(tuple(_MARKS)):
             what = "a binary file, or text without a byte order mark that is not UTF-8"
-        if what:
             raise UsageError(f"{self.file} is {what}; give what the sink Jsonl wrote")
         return raw
 

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from disthooks._tensors import format_bytes
 from disthooks.report.culprit import Timeline
 from disthooks.report.log import Run, number
 from disthooks.report.record import Record
@@ -198,7 +199,8 @@ def _saving_said(run: Run) -> Iterator[str]:
     for name in ("pack_seconds", "unpack_seconds"):
         waited = [each for each in run.column(f"saved/{name}_per_step") if each is not None]
         waits += statistics.median(waited) if waited else 0.0
-    told = f"Saving moved {size(statistics.median(moved))} of saved tensors a step out of the memory they were in"
+    usual = format_bytes(statistics.median(moved))
+    told = f"Saving moved {usual} of saved tensors a step out of the memory they were in"
     made = run.steps[-1] - run.steps[0]
     share = ""
     if run.began is not None and run.ended is not None and made > 0 and run.ended > run.began:
@@ -222,7 +224,7 @@ def figure(name: str, value: float) -> str:
     if _SECONDS.search(name):
         return seconds(value)
     if name.startswith("saved/") and math.isfinite(value):
-        return size(value)
+        return format_bytes(value)
     return f"{value:.4g}"
 
 
@@ -233,10 +235,3 @@ def seconds(value: float) -> str:
     ('0.0213 ms', '200 ms', '75 s')
     """
     return f"{value * 1e3:.3g} ms" if abs(value) < 1 else f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    from disthooks._tensors import format_bytes
-
-    return format_bytes(count)

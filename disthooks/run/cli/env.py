@@ -16,7 +16,7 @@ import typer
 
 from disthooks.run.cli import doctor
 from disthooks.run.cli.doctor import Problem, problems
-from disthooks.run.cli.output import console, document, line, progress, size, speed, table
+from disthooks.run.cli.output import console, document, line, progress, size, table
 
 _WIDTH = 100  # columns at most, also in a pipe: one cell lists all packages
 _SUFFIX = re.compile("_bytes(_per_s)?$")  # of names of facts: the unit stands with the number
@@ -96,7 +96,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "; ".join(_text("", each) for each in value)
     if isinstance(value, (int, float)) and name.endswith(("_per_s", "_to_device", "_to_host")):
-        return speed(value)
+        return f"{value / 1e9:.2f} GB/s"
     if isinstance(value, int) and name.endswith("_bytes"):
         return size(value)
     return "-" if value is None else str(value)

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import itertools
 import pathlib
-import sys
-import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,18 +102,18 @@ def explain(
 
 def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> None:
     for text in () if far is None else str(far).splitlines():
-        _say(text)
+        line(text)
     peak, (low, high) = said.peak, said.peak_range
     with_plan = "" if told["plan"] is None else f" with {told['file']}"
     around = "" if size(low) == size(high) else f" ({size(low)} to {size(high)})"
-    _say(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
+    line(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
     if told["plan"] is not None:
-        _say(_without_plan(said, told["file"]))
+        line(_without_plan(said, told["file"]))
     if said.first_bytes > peak.nbytes:
-        _say(f"the first step needs {size(said.first_bytes)}: a store knows only then which tensors to move early")
+        line(f"the first step needs {size(said.first_bytes)}: a store knows only then which tensors to move early")
     largest = sorted(peak.by_category.items(), key=lambda each: -each[1])[:2]
     parts = " and ".join(f"{nbytes / peak.nbytes:.0%} of it is {name}" for name, nbytes in largest if nbytes)
-    _say(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
+    line(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
 
 
 def _without_plan(said: Explanation, file: str) -> str:
@@ -130,7 +128,7 @@ def _without_plan(said: Explanation, file: str) -> str:
 
 def _show_advice(best: list[Advice]) -> None:
     for number, change in enumerate(best, 1):
-        _say(f"advice {number}: {change.title}: {change.text}")
+        line(f"advice {number}: {change.title}: {change.text}")
         if change.yaml or change.code:
             for each in (change.yaml or change.code).rstrip().splitlines():
                 line(f"    {each}")
@@ -159,16 +157,6 @@ def _warned_once() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = show_warning
-
-
-def _say(text: str, colour: str = "") -> None:
-    """Print a sentence: on a terminal in lines that break between words, and otherwise in one line."""
-    if sys.stdout.isatty():
-        text = textwrap.fill(
-            text, max(40, console().width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    for each in text.splitlines():
-        line(each, colour)
 
 
 # -- the tree of modules
@@ -234,20 +222,18 @@ def folded(rows: tuple[ModuleRow, ...]) -> Branch:
     return branch(0)
 
 
-#: Columns of a bar, and of one on a narrow terminal.
-_BAR, _LEAST_BAR = 24, 8
+_BAR = 16  # columns
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def bar(part: float, width: int = _BAR) -> str:
-    """A bar that fills ``part`` of ``width`` columns.
+def bar(share: float) -> str:
+    """A bar that fills a share of its columns, and the share.
 
-    >>> bar(0.5, 4), bar(0.03125, 4)
-    ('██  ', '▏   ')
+    >>> bar(0.5), bar(0.0078125)
+    ('████████          50.0%', '▏                  0.8%')
     """
-    eighths = round(max(0.0, min(1.0, part)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+    full, rest = divmod(round(max(0.0, min(1.0, share)) * _BAR * 8), 8)
+    return f"{('█' * full + (_EIGHTHS[rest] if rest else '')).ljust(_BAR)} {share:6.1%}"
 
 
 class TreeLine(NamedTuple):
@@ -278,46 +264,6 @@ def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[TreeLine
     if whole:
         add(top, 0)
     return lines
-
-
-def tree_table(lines: list[TreeLine], columns: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The tree as heads and rows of a table that is at most ``columns`` wide.
-
-    A narrow terminal first gets shorter bars, then no classes, and then shorter names.
-
-    >>> lines = [TreeLine("(model)", "Model", 2048, 1.0), TreeLine("  a_long_name", "Linear", 1024, 0.5)]
-    >>> for columns in (80, 50, 38):
-    ...     print(tree_table(lines, columns)[1][1])
-    ('  a_long_name', 'Linear', '1.0 KiB', '████████████              50.0%')
-    ('  a_long_name', '1.0 KiB', '██████▌        50.0%')
-    ('  a_lo…_name', '1.0 KiB', '████      50.0%')
-    """
-    names, kinds = max(len(each.name) for each in lines), max(len("class"), *(len(each.kind) for each in lines))
-    numbers = max(len("saved"), *(len(size(each.nbytes)) for each in lines)) + len(" 100.0%")
-    edges = 13  # of four columns; three columns have 3 less
-    room = columns - edges - numbers - names - kinds
-    has_kinds = room >= _LEAST_BAR
-    if not has_kinds:
-        room += kinds + 3
-    width = max(_LEAST_BAR, min(_BAR, room))
-    longest = max(12, names + min(0, room - width))
-    rows = []
-    for each in lines:
-        share = "" if each.share is None else f"{bar(each.share, width)} {each.share:6.1%}"
-        kind = (each.kind,) if has_kinds else ()
-        rows.append((_shorter(each.name, longest), *kind, size(each.nbytes), share))
-    return ("module", *(("class",) if has_kinds else ()), "saved", "share"), rows
-
-
-def _shorter(name: str, most: int) -> str:
-    """``name`` in at most ``most`` columns, without a part of its middle."""
-    if len(name) <= most:
-        return name
-    end = (most - 1) // 2
-    start = most - 1 - end
-    indent = min(len(name) - len(name.lstrip()), start - 1)
-    inside = name.lstrip()
-    return " " * indent + inside[: start - indent] + "…" + inside[len(inside) - end :]
 
 
 # -- the curve
@@ -359,29 +305,26 @@ def _vertical(part: float) -> str:
 
 
 def show(said: Explanation, told: dict[str, Any]) -> None:
-    columns = console().width
     lines = tree_lines(folded(said.modules), said.saved_bytes)
     if lines:
-        heads, rows = tree_table(lines, columns)
-        console().print(table(rows, heads, right=(len(heads) - 2,), title="saved for backward, by module"))
+        shares = ["" if each.share is None else bar(each.share) for each in lines]
+        rows = [(each.name, each.kind, size(each.nbytes), share) for each, share in zip(lines, shares, strict=True)]
+        heads = ("module", "class", "saved", "share")
+        console().print(table(rows, heads, right=(2,), title="saved for backward, by module"))
         operators = {name: nbytes for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes}
-        console().print(_bars(operators, said.saved_bytes, "operator", "saved for backward, by operator", columns))
+        console().print(_bars(operators, said.saved_bytes, "operator", "saved for backward, by operator"))
     line("memory over the step")
-    console().print("\n".join(curve_lines(said, max(24, min(72, columns - 13)))))
+    console().print("\n".join(curve_lines(said, max(24, min(72, console().width - 13)))))
     peak = said.peak
-    console().print(_bars(peak.by_category, peak.nbytes, "what", "in memory at the peak", columns))
+    console().print(_bars(peak.by_category, peak.nbytes, "what", "in memory at the peak"))
     if told["plan"] is not None:
         _show_plan(told)
     _show_notes(said, told)
 
 
-def _bars(figures: Mapping[str, int], whole: int, head: str, title: str, columns: int) -> Any:
-    names = max([len(head), *map(len, figures)])
-    width = max(_LEAST_BAR, min(_BAR, columns - names - 10 - len(" 100.0%") - 10))
-    rows = []
-    for name, nbytes in sorted(figures.items(), key=lambda pair: -pair[1]):
-        share = nbytes / whole if whole else 0.0
-        rows.append((name, size(nbytes), f"{bar(share, width)} {share:6.1%}"))
+def _bars(figures: Mapping[str, int], whole: int, head: str, title: str) -> Any:
+    largest_first = sorted(figures.items(), key=lambda pair: -pair[1])
+    rows = [(name, size(nbytes), bar(nbytes / whole if whole else 0.0)) for name, nbytes in largest_first]
     return table(rows, (head, "bytes", "share"), right=(1,), title=title)
 
 
@@ -414,11 +357,11 @@ def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
 
     for each in told["unknown"]:
         where = each["module"] or "the model"
-        _say(f"not known: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
+        line(f"not known: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
     for text in told["warnings"]:
-        _say(f"warning: {text}", "yellow")
+        line(f"warning: {' '.join(text.split())}", "yellow")
     for text in told["not_counted"]:
-        _say(f"not counted: {text}")
+        line(f"not counted: {text}")
     if said.seconds:
         parts = ", ".join(f"{phase} {format_seconds(duration)}" for phase, duration in said.seconds.items())
-        _say(f"time on {told['situation']['hardware']}, roughly: {parts}")
+        line(f"time on {told['situation']['hardware']}, roughly: {parts}")

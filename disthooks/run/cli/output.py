@@ -162,11 +162,6 @@ def shortened(names: Sequence[str], most: int = 4) -> str:
     return f"{told} and {len(names) - most} more" if len(names) > most else told
 
 
-def speed(rate: float | None) -> str:
-    """Bytes a second as a text for people."""
-    return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
-
-
 def size(count: float | None) -> str:
     """Bytes as a text for people."""
     from disthooks._tensors import format_bytes

@@ -124,10 +124,11 @@ def _show_figures(run: dict[str, Any]) -> None:
 
     keys = ("first", "median", "last", "max")
     names = sorted(run["numbers"], key=order)
-    shown = [
-        (name, *(figure(name, told[key]) for key in keys), _at(told["max_step"]), str(told["not_finite"] or ""))
-        for name, told in ((name, run["numbers"][name]) for name in names[:_ROWS])
-    ]
+    shown = []
+    for name in names[:_ROWS]:
+        told = run["numbers"][name]
+        at = "" if told["max_step"] is None else f"step {told['max_step']}"
+        shown.append((name, *(figure(name, told[key]) for key in keys), at, str(told["not_finite"] or "")))
     if shown:
         heads = ("", *keys, "max at", "not finite")
         console().print(table(shown, heads, right=range(1, len(heads))))
@@ -136,10 +137,6 @@ def _show_figures(run: dict[str, Any]) -> None:
         line(
             f"{others} more numbers, of single parameters too: -o report.html draws them, --json has those of the step"
         )
-
-
-def _at(step: int | None) -> str:
-    return "" if step is None else f"step {step}"
 
 
 def _heading(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator[str]:

@@ -83,6 +83,8 @@ def frame(tail: Tail) -> Any:
 
 
 def _head(file: pathlib.Path, run: Run) -> str:
+    from disthooks.report.sentences import seconds
+
     about = run.about
     ranks = "?" if run.ranks is None else run.ranks
     what = f"{about.get('engine', 'a run')}, {ranks} rank{'' if ranks == 1 else 's'}" if about else str(file)
@@ -90,7 +92,7 @@ def _head(file: pathlib.Path, run: Run) -> str:
     if run.began is not None and run.ended is not None and run.ended > run.began and run.steps[-1] > run.steps[0]:
         each = (run.ended - run.began) / (run.steps[-1] - run.steps[0])
         ago = time.time() - run.ended
-        rate = f", {_seconds(each)} a step, logged {_seconds(max(0.0, ago))} ago"
+        rate = f", {seconds(each)} a step, logged {seconds(max(0.0, ago))} ago"
     return f"step {run.steps[-1]:,}  {what}{rate}"
 
 
@@ -170,6 +172,8 @@ def _group(name: str) -> str:
 
 def _ranks(run: Run) -> list[Any]:
     """Which rank took longest, and which had the largest norm, of the last steps."""
+    from disthooks.report.sentences import seconds
+
     made = []
     for phase in ("input", "forward", "backward"):
         most = [each for each in run.column(f"{phase}_seconds/max_rank")[-_STEPS:] if each is not None]
@@ -177,7 +181,7 @@ def _ranks(run: Run) -> list[Any]:
         who = [each for each in run.labels(f"{phase}_seconds/argmax_rank")[-_STEPS:] if each is not None]
         if most and mean and who:
             rank = statistics.mode(who)
-            usual, slowest = (_seconds(statistics.median(column)) for column in (mean, most))
+            usual, slowest = (seconds(statistics.median(column)) for column in (mean, most))
             share = f"rank {rank} in {who.count(rank) / len(who):.0%} of steps"
             made.append(styled(f"{phase:>16} mean {usual}, slowest rank {slowest}, {share}"))
     leads = [each for each in run.labels("grad_norm/argmax_rank")[-_STEPS:] if each is not None]
@@ -198,9 +202,3 @@ def _saved(run: Run) -> list[Any]:
         if name.startswith("saved/") and name.endswith(_SAVED) and isinstance(value, (int, float))
     ]
     return [styled(f"{'saved tensors':>16} {', '.join(told)}")] if told else []
-
-
-def _seconds(value: float) -> str:
-    from disthooks.report.sentences import seconds
-
-    return seconds(value)

@@ -12,7 +12,6 @@ This file imports torch, so the commands import it when they run. See [Note: the
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -31,6 +30,7 @@ import torch
 from torch import nn
 
 from disthooks._match import Pattern, canonical_name, is_of_class, match_modules, unwrap_engine
+from disthooks._registry import near
 from disthooks.config.agree import check_conflicts
 from disthooks.config.plan import stores_within
 from disthooks.engines.detect import detect_engine
@@ -173,7 +173,7 @@ def find(name: str) -> Callable[[], Any]:
         raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")
     if where.endswith(".py") and not pathlib.Path(where).is_file():
         beside = [path.name for path in pathlib.Path(where).parent.glob("*.py")]
-        raise UsageError(f"{name}: there is no file {where!r}{_near(pathlib.Path(where).name, beside)}")
+        raise UsageError(f"{name}: there is no file {where!r}{near(pathlib.Path(where).name, beside)}")
     try:
         module = _imported(where)
     except Exception as error:
@@ -181,7 +181,7 @@ def find(name: str) -> Callable[[], Any]:
     if not hasattr(module, function):
         there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         own = [each for each in there if inspect.getmodule(getattr(module, each)) is module]
-        raise UsageError(f"{name}: {where} has no {function!r}{_near(function, own or there)}")
+        raise UsageError(f"{name}: {where} has no {function!r}{near(function, own or there)}")
     found: Callable[[], Any] = getattr(module, function)
     return found
 
@@ -218,14 +218,6 @@ def _imported(where: str) -> ModuleType:
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look for it there
     spec.loader.exec_module(module)
     return module
-
-
-def _near(name: str, known: list[str]) -> str:
-    """The end of an error text: the one of ``known`` that is nearest to ``name``, or the first eight of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are {', '.join(sorted(known)[:8])}" if known else ""
 
 
 def said(error: BaseException) -> str:

@@ -28,13 +28,11 @@ import typer
 from typer.testing import CliRunner
 
 import disthooks as dh
-from disthooks.predict.explanation import ModuleRow
 from disthooks.run.cli import app as cli_app
 from disthooks.run.cli import doctor, output
 from disthooks.run.cli import env as env_command
 from disthooks.run.cli.app import app
 from disthooks.run.cli.doctor import problems
-from disthooks.run.cli.explain import folded, tree_lines, tree_table
 from tests.support import ROOT, needs
 from tests.support.logs import log
 from tests.support.models import Tiny, step, tokens
@@ -521,22 +519,6 @@ def test_fit_prints_a_file_that_keeps_the_budget(tmp_path: pathlib.Path) -> None
     found = json.loads(run("fit", *options, "--budget", free, "--json").stdout)
     assert (found["budget"], found["peak"], found["plan"]) == (free, free, None)
     assert "no plan keeps 1.0 KiB" in run("fit", *options, "--budget", "1 KiB", code=1).stderr
-
-
-def test_explain_fits_into_narrow_terminals() -> None:
-    """Also with names that are longer than the terminal."""
-    names = ["", *(f"{'long' * 20}.{'name' * 15}{i}" for i in range(4))]
-    parents = [
-        ModuleRow(name, "Model", min(i, 1) - 1, 64 * i, 640 if not i else 64 * i) for i, name in enumerate(names)
-    ]
-    lines = tree_lines(folded(tuple(parents)), 640)
-    for columns in (60, 80, 120, 200):
-        heads, rows = tree_table(lines, columns)
-        for row in (heads, *rows):
-            assert sum(map(len, row)) + 3 * len(row) + 1 <= columns
-    assert len(set(row[0] for row in rows)) == 5
-    whole = tree_table(lines, 100_000)[1]
-    assert [row[0].strip() for row in whole[1:]] == sorted(names[1:], reverse=True), "a pipe gets whole names"
 
 
 ARGUMENTS = """

@@ -84,4 +84,4 @@ def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: pathlib.Path, mo
         ["watch", file.parent, "--once"],
         ["diff", sound, file],
     ):
-        assert f"gradients.jsonl is {kind}: give a file" in run(*words, code=1 + (words[0] == "diff")).stderr
+        assert "gradients.jsonl is no regular file" in run(*words, code=1 + (words[0] == "diff")).stderr
