@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import os
@@ -26,11 +25,6 @@ from disthooks._registry import Kind, kind_of_object
 from disthooks.config.source import escaped, is_path
 from disthooks.errors import ConfigError
 from disthooks.saved.pipeline import Pipeline
-
-
-def copied(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of ``document``: a change of the copy changes nothing of the plan."""
-    return copy.deepcopy(dict(document))
 
 
 def yaml_of(document: Mapping[str, Any], is_compact: bool = False) -> str:

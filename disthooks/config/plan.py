@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -217,16 +218,8 @@ class Plan:
     @classmethod
     def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: PlanSource) -> Plan:
         """The plan of a configuration that was read; its errors have the lines of the file."""
-        plan = cls(
-            saves,
-            watches,
-            checked["budget"],
-            checked["exact"],
-            checked["strict"],
-            checked["blame"],
-            checked["check_replicas"],
-            checked["fit"],
-        )
+        keys = ("budget", "exact", "strict", "blame", "check_replicas", "fit")
+        plan = cls(saves, watches, **{key: checked[key] for key in keys})
         # The dataclass is frozen. `_written` is no argument, since only a plan that was read has it.
         object.__setattr__(plan, "_written", written)
         return plan
@@ -248,7 +241,7 @@ class Plan:
             ConfigError: when an object cannot be written: a function, or an object that does not keep its arguments.
         """
         if self._written:
-            return dump.copied(self._written.source.document)
+            return copy.deepcopy(dict(self._written.source.document))
         values: dict[str, Any] = {
             "budget": self.budget,
             "fit": self.fit or None,

@@ -143,6 +143,8 @@ _Schema = create_model(
 def record_of(line: bytes) -> Record:
     """The record in a line. Numbers that are not finite are floats, and columns of numbers are arrays.
 
+    For a line that is none ValueError says why. See [Note: a log is not trusted].
+
     >>> record_of(b'{"step": 3, "loss": "nan", "param": {"grad_norm": [1, "inf", null]}}')
     {'step': 3, 'loss': nan, 'param': {'grad_norm': array('d', [1.0, inf, nan])}}
     >>> record_of(b'{"step": 3, "about": {"ranks": "two"}}')

@@ -192,17 +192,6 @@ def test_only_jobs_for_cpus_are_started_on_cpus(
     assert ("--multi_gpu" in launch.options, variables) == (on_cpus, {"ACCELERATE_USE_CPU": "true"} if on_cpus else {})
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_fsdp_on_cpus_is_said(
-    has_gpu: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    (folder / "a.yaml").write_text("num_processes: 2\ndistributed_type: FSDP\n")
-    asked = command.read(["--config_file", str(folder / "a.yaml"), str(FAILS)])
-    assert _several_on_cpus(asked) == (asked, {})
-    assert ("this machine has no GPU: accelerate makes DDP of it" in capsys.readouterr().err) != has_gpu
-
-
 @pytest.mark.parametrize("argv", [[], ["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nonsense", "1", "a.py"]])
 def test_what_is_no_command_line(argv: list[str]) -> None:
     with pytest.raises(UsageError, match="no script"):
@@ -227,7 +216,7 @@ def test_everything_after_the_script_is_the_scripts(argv: str, options: str, scr
     assert (" ".join(found.options), found.script, " ".join(found.args)) == (options, script, args)
     line = command.launcher_arguments(found, None)
     assert line[-len(found.args) - 2 :] == ["-m" if found.module else "--", script, *found.args]
-    again = command._PARSES[found.launcher]()(line)  # and the launcher reads it so
+    again = command._parser(found.launcher)(line)  # and the launcher reads it so
     words = vars(again)
     assert (words.get("training_script") or words.get("user_script")) == "disthooks.run"
     assert again.module

@@ -19,7 +19,12 @@ from typing import Any
 
 from disthooks.errors import UsageError
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+#: The module of each launcher, which has its parser and its ``main``.
+MODULES = {
+    "torchrun": "torch.distributed.run",
+    "accelerate": "accelerate.commands.launch",
+    "deepspeed": "deepspeed.launcher.runner",
+}
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,10 @@ def read(argv: Sequence[str]) -> LaunchCommand:
     hooks: str | None = None
     if rest and rest[0].partition("=")[0] == "--hooks":  # in front of the launcher's name
         hooks = _hooks_value(rest.pop(0), rest)
-    launcher = rest.pop(0) if rest and rest[0] in LAUNCHERS else "accelerate"
+    launcher = rest.pop(0) if rest and rest[0] in MODULES else "accelerate"
     if launcher == "accelerate" and rest[:1] == ["launch"]:
         rest.pop(0)
-    parse = _PARSES[launcher]()
+    parse = _parser(launcher)
     options: list[str] = []
     while rest:
         word = rest.pop(0)
@@ -125,28 +130,15 @@ def _complaint(parse: _Parse, words: list[str]) -> str:
     return "give one"
 
 
-def _torchrun() -> _Parse:
-    from torch.distributed.run import get_args_parser
-
-    return get_args_parser().parse_args
-
-
-def _accelerate() -> _Parse:
+def _parser(launcher: str) -> _Parse:
+    """The function of the launcher that reads its options."""
     try:
-        launch: Any = importlib.import_module("accelerate.commands.launch")
+        module: Any = importlib.import_module(MODULES[launcher])
     except ImportError as error:
-        raise UsageError("accelerate is not installed: disthooks launch torchrun ..., or install it") from error
-    parse: _Parse = launch.launch_command_parser().parse_args
+        raise UsageError(f"{launcher} is not installed: disthooks launch torchrun ..., or install it") from error
+    parse: _Parse
+    if launcher == "deepspeed":
+        parse = module.parse_args
+    else:
+        parse = (module.launch_command_parser if launcher == "accelerate" else module.get_args_parser)().parse_args
     return parse
-
-
-def _deepspeed() -> _Parse:
-    try:
-        runner: Any = importlib.import_module("deepspeed.launcher.runner")
-    except ImportError as error:
-        raise UsageError("deepspeed is not installed: disthooks launch torchrun ..., or install it") from error
-    parse: _Parse = runner.parse_args
-    return parse
-
-
-_PARSES: dict[str, Callable[[], _Parse]] = {"torchrun": _torchrun, "accelerate": _accelerate, "deepspeed": _deepspeed}

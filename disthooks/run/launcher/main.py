@@ -65,10 +65,6 @@ def _checked_hooks(launch: command.LaunchCommand) -> str | None:
     return os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
 
 
-def _warn(text: str) -> None:
-    print(f"disthooks: warning: {text}", file=sys.stderr)
-
-
 def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchCommand, dict[str, str]]:
     """The command line, and environment, with which accelerate starts all processes on CPUs.
 
@@ -83,12 +79,6 @@ def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchComma
     is_other = any(getattr(chosen, name, False) for name in others)
     is_other |= bool((config.get("mpirun_config") or {}).get("mpirun_hostfile"))
     kind = config.get("distributed_type", "")
-    if kind == "FSDP" and not _has_gpu():
-        _warn(
-            "distributed_type: FSDP, and this machine has no GPU: accelerate makes DDP of it with "
-            "ACCELERATE_USE_CPU=true, or else wraps no model. For FSDP2 on CPUs let torchrun start a script that calls "
-            "fully_shard"
-        )
     if is_other or count < 2 or nodes > 1 or kind not in ("", "MULTI_CPU") or (not kind and _has_gpu()):
         return launch, {}
     where = "for MULTI_CPU" if kind else "on a machine without a GPU"

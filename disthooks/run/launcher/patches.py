@@ -30,7 +30,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,45 +79,26 @@ def after_init(owner: type, then: Callable[[Any], None]) -> Undo:
 # -- torch
 
 
-class Listener(Protocol):
-    """The calls that :class:`TorchPatches` makes. ``Session`` implements them."""
-
-    def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """The script has made an optimizer."""
-
-    def called(self, module: nn.Module, is_outermost: bool) -> None:
-        """A module is about to run, with gradients on."""
-
-    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the session watches the gradients of this optimizer, so that it must be told before the step."""
-
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. If its gradients are not watched, it has stepped already."""
-
-    def yield_to_script(self) -> None:
-        """The script attaches a plan by itself."""
-
-
 class TorchPatches:
     """The methods of torch that are replaced while a session runs. See [Note: what is replaced in torch]."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener, self._in_call = listener, threading.local()
+    def __init__(self, session: Any) -> None:  # a Session, whose file imports this one
+        self._session, self._in_call = session, threading.local()
         self._undo: list[Undo] = []
         self._undo_call: Undo | None = None
 
     def open(self) -> None:
-        """Begin to tell the listener of optimizers, of steps, and of plans that the script attaches."""
-        listener = self._listener
+        """Begin to tell the session of optimizers, of steps, and of plans that the script attaches."""
+        session = self._session
 
         def made(optimizer: Any) -> None:
             if not _is_inner(optimizer):
-                listener.made(optimizer)
+                session.made(optimizer)
 
         def yielding(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def attach(self: Any, *args: Any, **kwargs: Any) -> Any:
-                listener.yield_to_script()
+                session.yield_to_script()
                 return original(self, *args, **kwargs)
 
             return attach
@@ -130,14 +111,14 @@ class TorchPatches:
         self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
 
     def _patch_pipelines(self, module: types.ModuleType) -> Undo:
-        """Tell the listener of the modules of a pipeline's stages before its schedule runs them."""
-        listener = self._listener
+        """Tell the session of the modules of a pipeline's stages before its schedule runs them."""
+        session = self._session
 
         def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
                 for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
-                    listener.called(stage.submod, True)
+                    session.called(stage.submod, True)
                 return original(schedule, *args, **kwargs)
 
             return step
@@ -164,14 +145,14 @@ class TorchPatches:
             self._undo_call = None
 
     def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        patches, in_call, listener = self, self._in_call, self._listener
+        patches, in_call, session = self, self._in_call, self._session
 
         @functools.wraps(original)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or patches._undo_call is None or not torch.is_grad_enabled():
                 return original(self, *args, **kwargs)
             is_outermost = not getattr(in_call, "now", False)
-            listener.called(self, is_outermost)
+            session.called(self, is_outermost)
             if not is_outermost:
                 return original(self, *args, **kwargs)
             in_call.now = True
@@ -184,30 +165,30 @@ class TorchPatches:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Tell the session of a step; if the step has a closure, after the closure, which calls the model."""
-        if not self._listener.watches(optimizer):
+        if not self._session.watches(optimizer):
             return None
         given = wrap_closure(functools.partial(self._in_closure, optimizer), args, kwargs)
         if given is None:
-            self._listener.steps(optimizer)
+            self._session.steps(optimizer)
         else:
             StepHooks.of(optimizer)  # hooks that are attached inside the closure join these, in time for this step
         return given
 
     def _in_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        """Run the closure, then tell the listener: gradients are final only then, as Lightning clips in it."""
+        """Run the closure, then tell the session: gradients are final only then, as Lightning clips in it."""
         hooks = StepHooks.of(optimizer)
         try:
             loss = closure()
-            self._listener.steps(optimizer)
+            self._session.steps(optimizer)
             hooks.prepare()
         finally:
             hooks.leave()
         return loss
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Tell the listener of a step whose gradients are not watched: its closure was not replaced."""
-        if not self._listener.watches(optimizer):
-            self._listener.steps(optimizer)
+        """Tell the session of a step whose gradients are not watched: its closure was not replaced."""
+        if not self._session.watches(optimizer):
+            self._session.steps(optimizer)
 
 
 def _is_inner(optimizer: Any) -> bool:

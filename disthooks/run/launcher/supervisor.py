@@ -26,13 +26,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from disthooks.run.launcher.command import MODULES
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE = 15.0  # seconds that workers have to end after their launcher
-_MAINS = {
-    "torchrun": "torch.distributed.run",
-    "accelerate": "accelerate.commands.launch",
-    "deepspeed": "deepspeed.launcher.runner",
-}
 
 
 def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[int]]:
@@ -77,7 +74,7 @@ def _become(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         os.environ.update(environment)
         sys.argv = [launcher, *arguments]
-        importlib.import_module(_MAINS[launcher]).main()
+        importlib.import_module(MODULES[launcher]).main()
         code = 0
     except SystemExit as error:
         code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
