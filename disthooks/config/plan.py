@@ -40,7 +40,7 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.grads.sinks.base import WhenRead
-from disthooks.report.watch.watchers import Watchers, attach_watchers, say
+from disthooks.report.watch.watchers import Watchers, say
 from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.fit import FREE, STATE, Fitted, as_budget
 from disthooks.saved.pipeline import Pipeline
@@ -350,7 +350,14 @@ class Plan:
         if not (self.blame or self.check_replicas or self.watches):
             return None
         with at_line(self.source, ("check_replicas",)):
-            return attach_watchers(model, optimizer, self.blame, self.check_replicas, _engine)
+            watchers = Watchers(model, self.blame)
+            try:
+                if self.check_replicas is not None:
+                    watchers.compare_every(self.check_replicas, model, optimizer, _engine)
+            except BaseException:
+                watchers.remove()
+                raise
+            return watchers
 
     def described(self) -> str:
         """The text that must be the same on all ranks; see [Note: one vote of all ranks]."""

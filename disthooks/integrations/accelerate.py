@@ -88,9 +88,8 @@ def prepare(
         connect(accelerator, prepared.gradients)
     if (fitted := fitted_of(prepared)) is not None:
         around = _Around.of(accelerator)
-        around.join_fit(fitted)
-        gone = weakref.ref(fitted)
-        fitted.on_remove(lambda: around.leave_fit(gone()))
+        around.fits[id(fitted)] = fitted
+        fitted.on_remove(functools.partial(around.leave, around.fits, id(fitted)))
     return prepared
 
 
@@ -113,15 +112,15 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
     """
     _check(accelerator)
     around, connection = _Around.of(accelerator), Attachment()
-    connection.on_remove(functools.partial(around.leave, gradients))
-    around.join(gradients)
+    connection.on_remove(functools.partial(around.leave, around.attached, id(gradients)))
+    around.attached.setdefault(id(gradients), gradients)
     gradients.on_remove(connection.remove)
     return connection
 
 
 def load_from(accelerator: Any, gradients: Gradients, folder: str) -> bool:
     """Load the state of connected ``gradients`` from a checkpoint; warn and return False if there is none."""
-    return load_into(gradients, file_in(folder, _Around.of(accelerator).attached.index(gradients)))
+    return load_into(gradients, file_in(folder, [*_Around.of(accelerator).attached].index(id(gradients))))
 
 
 def log_to_trackers(accelerator: Any, gradients: Gradients) -> None:
@@ -195,8 +194,9 @@ class _Around:
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self._attached: list[weakref.ref[Gradients]] = []  # an accelerator outlives models that are dropped
-        self._fits: list[weakref.ref[Fitted]] = []
+        # What is connected, by its id, in order. It is held weakly: an accelerator outlives models that are dropped.
+        self.attached: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
+        self.fits: weakref.WeakValueDictionary[int, Fitted] = weakref.WeakValueDictionary()
         self.clipping: set[int] | None = None
         names = ("backward", "unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
         self.true: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in names}
@@ -212,33 +212,10 @@ class _Around:
         own = getattr(vars(accelerator).get("clip_grad_norm_"), "__self__", None)
         return own if isinstance(own, cls) else cls(accelerator)
 
-    @property
-    def attached(self) -> list[Gradients]:
-        """The attachments that are connected, in the order in which they were connected."""
-        return [one for each in self._attached if (one := each()) is not None]
-
-    def join(self, gradients: Gradients) -> None:
-        self._attached = [weakref.ref(one) for one in dict.fromkeys((*self.attached, gradients))]
-
-    def leave(self, gradients: Gradients) -> None:
+    def leave(self, connected: weakref.WeakValueDictionary[int, Any], key: int) -> None:
         """Disconnect an attachment; after the last one the accelerator has its own methods again."""
-        self._attached = [weakref.ref(one) for one in self.attached if one is not gradients]
-        self._restore()
-
-    @property
-    def fits(self) -> list[Fitted]:
-        return [one for each in self._fits if (one := each()) is not None]
-
-    def join_fit(self, fitted: Fitted) -> None:
-        self._fits.append(weakref.ref(fitted))
-
-    def leave_fit(self, fitted: Fitted | None) -> None:
-        self._fits = [weakref.ref(one) for one in self.fits if one is not fitted]
-        self._restore()
-
-    def _restore(self) -> None:
-        """Give the accelerator its own methods again, if nothing is connected."""
-        if self._attached or self.fits:
+        connected.pop(key, None)
+        if len(self.attached) or len(self.fits):
             return
         for handle in self.handles:
             handle.remove()
@@ -251,8 +228,8 @@ class _Around:
 
     def backward(self, loss: Any, **kwargs: Any) -> Any:
         """Hand in the loss, then run backward. With several models it is unknown whose loss it is."""
-        if len(self.attached) == 1:
-            self.attached[0].note_loss_of_backward(loss)
+        if len(found := list(self.attached.values())) == 1:
+            found[0].note_loss_of_backward(loss)
         return self.true["backward"](loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +252,7 @@ class _Around:
         """Unscale, then begin the step. See [Note: the accelerator clips before the step]."""
         self.true["unscale_gradients"](optimizer)
         if self.accelerator.sync_gradients:
-            for gradients in self.attached:
+            for gradients in list(self.attached.values()):
                 if self.concerns(gradients, optimizer):
                     gradients.begin_step(self.accelerator.scaler)
 
@@ -296,7 +273,7 @@ class _Around:
 
     def end_training(self) -> None:
         """Log the last record first: a record is read when the next step begins, and after the last step none does."""
-        for gradients in self.attached:
+        for gradients in list(self.attached.values()):
             gradients.flush()
         self.true["end_training"]()
 
@@ -304,17 +281,17 @@ class _Around:
         """Write the state. See [Note: state beside a framework's checkpoint]."""
         each_node = self.accelerator.project_configuration.save_on_each_node
         writes = self.accelerator.is_local_main_process if each_node else self.accelerator.is_main_process
-        for i, gradients in enumerate(self.attached):
+        for i, gradients in enumerate(list(self.attached.values())):
             state = gradients.state_dict()  # every rank, since it may flush
             if writes:
                 torch.save(state, file_in(folder, i))
-        for i, fitted in enumerate(self.fits):
+        for i, fitted in enumerate(list(self.fits.values())):
             save_fit(fitted, folder, i)
 
     def load(self, models: Any, folder: str) -> None:
-        for i, gradients in enumerate(self.attached):
+        for i, gradients in enumerate(list(self.attached.values())):
             load_into(gradients, file_in(folder, i))
-        for i, fitted in enumerate(self.fits):
+        for i, fitted in enumerate(list(self.fits.values())):
             load_fit(fitted, folder, i)
 
 

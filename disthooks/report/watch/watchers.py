@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from disthooks._handles import Attachment
@@ -145,21 +144,3 @@ def say(text: str) -> None:
     # One write for all lines: after a line end print writes the rest by itself, and another rank may write in between.
     sys.stderr.write(f"disthooks: {f'rank {rank}: ' if rank else ''}{text}\n")
     sys.stderr.flush()
-
-
-def attach_watchers(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    blames: bool,
-    every: int | None,
-    engine: Engine | None = None,
-) -> Watchers:
-    """Attach ``blame`` if ``blames``, and compare replicas after each ``every`` steps; alike on every rank."""
-    made = Watchers(model, blames)
-    try:
-        if every is not None:
-            made.compare_every(every, model, optimizer, engine)
-    except BaseException:
-        made.remove()
-        raise
-    return made
