@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import pathlib
 import platform
@@ -33,16 +32,13 @@ SINKS = {
 def configuration() -> tuple[dict[str, Any], Any]:
     """The configuration that a run would use here: the facts about it, and the plan, None if it is wrong or missing."""
     from disthooks.config import from_config
-    from disthooks.config.locate import locate_config
     from disthooks.errors import DisthooksError
+    from disthooks.run.launcher.worker import Command
+    from disthooks.run.launcher.worker import configuration as locate
 
     facts: dict[str, Any] = {"origin": None, "source": None, "passed_over": [], "error": None, "missing": []}
-    try:  # the DeepSpeed JSON that `accelerate launch` names may have a configuration in it
-        deepspeed = json.loads(pathlib.Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
-    except (KeyError, OSError, ValueError):
-        deepspeed = None
     try:
-        found = locate_config(engine_config=deepspeed)
+        found = locate(Command(target="train.py"))  # what a worker finds whose arguments name no file
         facts |= {
             "origin": found.origin,
             "source": os.fspath(found.source) if isinstance(found.source, (str, os.PathLike)) else dict(found.source),

@@ -236,34 +236,25 @@ def bar(share: float) -> str:
     return f"{('█' * full + (_EIGHTHS[rest] if rest else '')).ljust(_BAR)} {share:6.1%}"
 
 
-class TreeLine(NamedTuple):
-    """A line of the tree; ``share`` is the part of all saved bytes, None for a line that stands for small parts."""
-
-    name: str
-    kind: str
-    nbytes: int
-    share: float | None
-
-
-def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[TreeLine]:
-    """The lines of the tree. The parts of a module that are below ``smallest`` of the whole share one line."""
-    lines: list[TreeLine] = []
+def tree_rows(top: Branch, whole: int, smallest: float = 0.01) -> list[tuple[str, str, str, str]]:
+    """The rows of the tree. The parts of a module that are below ``smallest`` of the whole share one row."""
+    rows: list[tuple[str, str, str, str]] = []
 
     def add(each: Branch, depth: int) -> None:
         many = f" × {each.times}" if each.times > 1 else ""
         name = "  " * depth + (each.label or "(model)") + many
-        lines.append(TreeLine(name, each.kind, each.total, each.total / whole))
+        rows.append((name, each.kind, size(each.total), bar(each.total / whole)))
         inside = sorted((child for child in each.children if child.total), key=lambda child: -child.total)
         small = [child for child in inside if child.total < smallest * whole]
         for child in inside[: len(inside) - len(small)]:
             add(child, depth + 1)
         if small:
             rest = sum(child.total for child in small)
-            lines.append(TreeLine("  " * (depth + 1) + f"{len(small)} smaller", "", rest, None))
+            rows.append(("  " * (depth + 1) + f"{len(small)} smaller", "", size(rest), ""))
 
     if whole:
         add(top, 0)
-    return lines
+    return rows
 
 
 # -- the curve
@@ -305,10 +296,8 @@ def _vertical(part: float) -> str:
 
 
 def show(said: Explanation, told: dict[str, Any]) -> None:
-    lines = tree_lines(folded(said.modules), said.saved_bytes)
-    if lines:
-        shares = ["" if each.share is None else bar(each.share) for each in lines]
-        rows = [(each.name, each.kind, size(each.nbytes), share) for each, share in zip(lines, shares, strict=True)]
+    rows = tree_rows(folded(said.modules), said.saved_bytes)
+    if rows:
         heads = ("module", "class", "saved", "share")
         console().print(table(rows, heads, right=(2,), title="saved for backward, by module"))
         operators = {name: nbytes for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes}
