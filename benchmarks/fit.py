@@ -33,7 +33,7 @@ from disthooks._tensors import format_bytes
 
 MEMORY, DISK, CHECKPOINTS = "in memory", "OnDisk", "checkpoints"
 SHARES = (0.9, 0.8, 0.7, 0.6)
-SETTLED = 6
+SETTLED = 16
 SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
 
 

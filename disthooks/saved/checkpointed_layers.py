@@ -34,9 +34,12 @@ from torch import nn
 from disthooks._handles import UncopiedHook
 from disthooks._match import canonical_name, is_of_class, unwrap_engine
 from disthooks._torch import collectives_so_far
+from disthooks.saved.stopwatch import Moment, Stopwatch
 
 _FLAG = "gradient_checkpointing"  # the attribute of a layer of transformers
 _WRAPPER, _CALLS = "CheckpointWrapper", "checkpoint_fn"  # torch's wrapper, and its attribute that calls the layer
+#: The part of a step that is one forward of a layer, for a stopwatch; and in how many forwards of each it is measured.
+LAYER, _TIMED = "layer", 3
 _GATHER = ("FSDPModule", "FullyShardedDataParallel")  # classes whose forward gathers weights
 
 
@@ -59,14 +62,18 @@ class CheckpointedLayers:
     """
 
     def __init__(
-        self, model: nn.Module | None, names: Iterable[str], known: Mapping[str, bool] = MappingProxyType({})
+        self,
+        model: nn.Module | None,
+        names: Iterable[str],
+        known: Mapping[str, bool] = MappingProxyType({}),
+        watch: Stopwatch | None = None,
     ) -> None:
         self._layers: dict[str, _Layer] = {}
         self._undo: list[Callable[[], None]] = []
         for path, module in () if model is None else unwrap_engine(model).named_modules():
             name = canonical_name(path)
             if _can_be_switched(module) and _is_in(name, names):
-                self._layers[name] = _Layer(module, known.get(name))
+                self._layers[name] = _Layer(module, known.get(name), watch)
 
     def __len__(self) -> int:
         return len(self._candidates())
@@ -107,13 +114,15 @@ class _Layer:
         is_free: whether it did nothing in training that a second computation would do again; None before it has run.
     """
 
-    def __init__(self, module: nn.Module, is_free: bool | None) -> None:
-        self._module, self.is_free = weakref.ref(module), is_free
+    def __init__(self, module: nn.Module, is_free: bool | None, watch: Stopwatch | None) -> None:
+        self._module, self.is_free, self._watch = weakref.ref(module), is_free, watch
         self._before: tuple[list[torch.Tensor], list[int], int | None] | None = None
-        self._handles = []
-        if is_free is None:
-            self._handles.append(module.register_forward_pre_hook(UncopiedHook(self._begin)))
-            self._handles.append(module.register_forward_hook(UncopiedHook(self._end)))
+        self._begin_moment: Moment | None = None
+        self._forwards = 0
+        self._handles = [
+            module.register_forward_pre_hook(UncopiedHook(self._begin)),
+            module.register_forward_hook(UncopiedHook(self._end)),
+        ]
 
     def switch_off(self) -> list[Callable[[], None]]:
         """Take the layer out of its checkpoint. Returns what undoes it, at most one function."""
@@ -132,15 +141,22 @@ class _Layer:
 
     def _begin(self, module: nn.Module, *_: Any) -> None:
         self._before = _state(module) if module.training and torch.is_grad_enabled() else None
+        # The first forward of a process takes longer than others.
+        self._begin_moment = None if self._watch is None or not self._forwards else self._watch.now()
 
     def _end(self, module: nn.Module, *_: Any) -> None:
+        if self._watch is not None and self._begin_moment is not None:
+            self._watch.add(LAYER, 1, self._begin_moment, self._watch.now())
         if self._before is None:
             return
-        (buffers, versions, count), (now, later, counted) = self._before, _state(module)
-        is_same = len(buffers) == len(now) and all(one is other for one, other in zip(buffers, now, strict=True))
-        self.is_free = is_same and versions == later and count is not None and count == counted
+        self._forwards += 1
+        if self.is_free is None:
+            (buffers, versions, count), (now, later, counted) = self._before, _state(module)
+            is_same = len(buffers) == len(now) and all(one is other for one, other in zip(buffers, now, strict=True))
+            self.is_free = is_same and versions == later and count is not None and count == counted
         self._before = None
-        self.remove()
+        if self._watch is None or self._forwards > _TIMED or not self.is_free:
+            self.remove()
 
 
 def _state(module: nn.Module) -> tuple[list[torch.Tensor], list[int], int | None]:

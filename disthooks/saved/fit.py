@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,9 +44,11 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
-from disthooks.saved.computed_again import ComputedAgain, nearest_size
+from disthooks.saved.computed_again import ComputedAgain, Outlook, nearest_size
+from disthooks.saved.cost import Rates
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport
+from disthooks.saved.stopwatch import Moment, Stopwatch
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.host import container_memory, node_memory
 from disthooks.saved.stores.tiers import OnDevice, Tiered
@@ -84,11 +87,12 @@ class FitReport:
             one off and knows what it saves, and what ``Recompute`` dropped.
         checkpoints: how many layers of the model are checkpointed so that :func:`fit` can switch their checkpoints off.
         checkpoints_off: how many of these checkpoints are off in the round that is under way.
+        outlook: what some bytes more or less would change in the time of a step; None while that was not measured.
         saved: what was done with the saved tensors.
 
     >>> from disthooks.saved.counters import Counters
     >>> saved = Counters().report(OnCpu())
-    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, 0, 0, 0, saved)
+    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, 0, 0, 0, None, saved)
     >>> print(str(found).splitlines()[0])
     cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay, and 9.0 GiB move
     """
@@ -102,6 +106,7 @@ class FitReport:
     again: int
     checkpoints: int
     checkpoints_off: int
+    outlook: Outlook | None
     saved: SavedReport
 
     def __str__(self) -> str:
@@ -110,10 +115,17 @@ class FitReport:
             used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds"
         again = f", and {format_bytes(self.again)} are computed again" if self.again else ""
         layers = f"; {self.checkpoints_off} of {self.checkpoints} checkpoints are off" if self.checkpoints else ""
+        moves = f"{'' if again else 'and '}{format_bytes(self.missing)} move"
         return (
             f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
-            f"tensors stay, {'' if again else 'and '}{format_bytes(self.missing)} move{again}{layers}\n{self.saved}"
+            f"tensors stay, {moves}{again}{layers}{self._outlook()}\n{self.saved}"
         )
+
+    def _outlook(self) -> str:
+        if self.outlook is None:
+            return ""
+        other, faster, slower = self.outlook
+        return f"\n  {format_bytes(other)} more: {100 * faster:.0f}% faster; as much less: {100 * slower:.0f}% slower"
 
 
 class _Memory:
@@ -152,7 +164,10 @@ class _Round:
         begin: bytes in use when it started.
         stored: bytes of saved tensors that the attachments had stored before.
         kept: bytes of tensors, other than weights, that they had kept before, the small ones.
-        dropped: bytes that Recompute had dropped before.
+        waited: seconds for which they had made the host wait before, in forward and in backward.
+        moved: bytes that they had moved before.
+        started: when it started: by the host's clock, and by the computation's.
+        forward_end, backward_end: when its forward and its backward ended, as far as they have.
         peak: the most bytes in use in it, as far as it was read.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether an evaluation has followed, a forward without gradients after the optimizer's step.
@@ -162,7 +177,11 @@ class _Round:
     begin: int
     stored: int
     kept: int
-    dropped: int
+    waited: tuple[float, float]
+    moved: int
+    started: tuple[float, Moment]
+    forward_end: Moment | None = None
+    backward_end: Moment | None = None
     peak: int = 0
     has_stepped: bool = False
     is_over: bool = False
@@ -205,7 +224,9 @@ class Fitted(Attachment):
         self._rounds = self._peak = self._missing = 0
         # By size: what rounds that came too near to the budget needed. It holds when a later round needs less.
         self._least: dict[int, int] = {}
-        self._again = ComputedAgain()
+        self._watch = Stopwatch(device)
+        self._again = ComputedAgain(self._watch)
+        self._busy = math.inf
         self._known: dict[str, bool] = {}  # of a state that was loaded: whether layers can do without their checkpoint
         self._has_warned = False
         for part in parts:
@@ -215,7 +236,7 @@ class Fitted(Attachment):
         self.on_remove(after.remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
         for handle in (
-            register_optimizer_step_pre_hook(weak_method(self._read_peak)),
+            register_optimizer_step_pre_hook(weak_method(self._before_step)),
             register_optimizer_step_post_hook(weak_method(self._after_step)),
         ):
             self.on_remove(handle.remove)
@@ -225,7 +246,7 @@ class Fitted(Attachment):
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
         limit, layers = self._near.limit or 0, self._again.layers
         found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._again.nbytes)
-        return FitReport(*found, len(layers), self._again.off, self._saved())
+        return FitReport(*found, len(layers), self._again.off, self._again.outlook, self._saved())
 
     def _saved(self) -> SavedReport:
         """What was done with the saved tensors since the attachments were made."""
@@ -259,26 +280,39 @@ class Fitted(Attachment):
         saved = self._saved()
         kept = saved.kept - sum(saved.kept_by.get(reason, 0) for reason in _WEIGHTS)
         if (last := self._round) is not None:
-            self._learn(last, saved.stored - last.stored, kept - last.kept, saved.recomputed - last.dropped)
+            self._learn(last, saved.stored - last.stored, kept - last.kept, self._measure(last, saved))
         if not self._budget:
             self._budget = self._memory.free()
         if self._round is None:  # an engine may have come since the attachment
             names = [name for part in self._parts for name in part.names]
-            self._again.layers = CheckpointedLayers(module, names, self._known)
+            self._again.layers = CheckpointedLayers(module, names, self._known, self._watch)
             self.on_remove(self._again.layers.remove)
         begin, size = self._memory.in_use(), _elements((args, kwargs))
         self._near.set_limit(limit := self._limit(begin, size))
         for tiers in self._tiers:
             tiers.most.clear()
-        self._again.choose(size, limit)
+        self._watch.is_on = (
+            self._device.type == "cpu" or self._rounds.bit_count() <= 1
+        )  # in the 1st, 2nd, 3rd, 5th, ...
+        if self._again.choose(size, limit, self._rates(size, saved)):
+            self._near.set_limit(limit // 2)
         self._again.layers.switch_off(self._again.off)
-        self._round = _Round(size, begin, saved.stored, kept, saved.recomputed)
+        waited, started = (saved.pack_seconds, saved.unpack_seconds), (time.perf_counter(), self._watch.now())
+        self._round = _Round(size, begin, saved.stored, kept, waited, saved.moved, started)
         self._memory.reset_peak()
 
     def _after_forward(self, *_: Any) -> None:
         """Leave the model as its user made it, also after an error in forward."""
         self._again.layers.switch_on()
         self._read_peak()
+        if self._round is not None and self._round.forward_end is None:
+            self._round.forward_end = self._watch.now()
+
+    def _before_step(self, *_: Any) -> None:
+        """Backward is over, as far as a loop with an optimizer tells."""
+        self._read_peak()
+        if self._round is not None and self._round.backward_end is None:
+            self._round.backward_end = self._watch.now()
 
     def _read_peak(self, *_: Any) -> None:
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
@@ -298,8 +332,34 @@ class Fitted(Attachment):
                 stacklevel=2,
             )
 
-    def _learn(self, last: _Round, stored: int, kept: int, dropped: int) -> None:
-        """Note what the round needed beside saved tensors, of which it stored, kept and dropped so many bytes.
+    def _measure(self, last: _Round, saved: SavedReport) -> float:
+        """Note how long the parts of the round took. Returns the seconds of the round by the host's clock."""
+        packing, unpacking = saved.pack_seconds - last.waited[0], saved.unpack_seconds - last.waited[1]
+        if last.forward_end is not None:
+            (_, begin), middle = last.started, last.forward_end
+            end = self._watch.now() if last.backward_end is None else last.backward_end
+            if isinstance(begin, float) and isinstance(end, float):  # on a CPU the host that waits is what computes
+                begin, end = begin + packing, end - unpacking
+            self._watch.add(f"forward {last.size}", 1, begin, middle)
+            self._watch.add(f"backward {last.size}", 1, middle, end)
+        self._watch.read()
+        moved, rates = saved.moved - last.moved, self._rates(last.size, saved)
+        if moved and rates is not None and self._device.type == "cpu":
+            hidden = replace(rates, busy=0.0)
+            self._busy = min(self._busy, max(0.0, packing + unpacking - hidden.moving(moved)) / moved)
+        return time.perf_counter() - last.started[0]
+
+    def _rates(self, size: int, saved: SavedReport) -> Rates | None:
+        """The rates of a step of this size; None if they were not measured."""
+        forward, backward = (self._watch.least(f"{phase} {size}") for phase in ("forward", "backward"))
+        written, read = (sum(getattr(tier, name) for tier in saved.tiers) for name in ("written", "read"))
+        if forward is None or backward is None or not written or not read:
+            return None
+        out, back = (sum(getattr(tier, f"{name}_seconds") for tier in saved.tiers) for name in ("write", "read"))
+        return Rates(forward, backward, out / written, back / read, 0.0 if math.isinf(self._busy) else self._busy)
+
+    def _learn(self, last: _Round, stored: int, kept: int, seconds: float) -> None:
+        """Note what the round needed beside saved tensors, of which it stored and kept so many bytes, and its seconds.
 
         Raises:
             UsageError: when it needed more than the budget although every saved tensor was moved.
@@ -315,7 +375,7 @@ class Fitted(Attachment):
         # On the CPU what is on its way does not count.
         most = max(self._near.of(self._device).most, *(tiers.most.get(self._device, 0) for tiers in self._tiers))
         needed = max(0, peak - last.begin - most)
-        needed += self._again.learn(last.size, stored + kept, dropped, needed, self._missing)
+        needed += self._again.learn(last.size, stored + kept, needed, seconds)
         needs = self._needs.setdefault(last.size, {})
         if peak > self._budget * (1 - _MARGIN):
             self._least[last.size] = max(needed, self._least.get(last.size, 0))

@@ -5,9 +5,10 @@ A ``Pipeline`` is frozen and can be shared. An ``OpenPipeline`` is one at work, 
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
@@ -16,6 +17,7 @@ from disthooks.saved.contents import ContentIndex
 from disthooks.saved.counters import Counters
 from disthooks.saved.recompute.verify import Proofs, Recompute, Verification
 from disthooks.saved.report import SavedReport
+from disthooks.saved.stopwatch import Stopwatch
 from disthooks.saved.stores.base import Functions, Store
 
 
@@ -46,13 +48,25 @@ class Pipeline:
 
 @dataclass
 class Droppable:
-    """How much ``Recompute`` may drop.
+    """What ``Recompute`` may drop. A place is a module and the operators that compute a tensor of it.
 
     Attributes:
-        nbytes: bytes that may still be dropped; None for all.
+        left: the bytes of each place that may still be dropped; None for all of all places.
+        dropped: the bytes of each place that were dropped since this was cleared.
+        watch: measures how long it takes to compute them again; None for nothing.
     """
 
-    nbytes: int | None = None
+    left: dict[str, float] | None = None
+    dropped: collections.Counter[str] = field(default_factory=collections.Counter)
+    watch: Stopwatch | None = None
+
+    def take(self, place: str, nbytes: int) -> None:
+        """A tensor of ``place`` is dropped."""
+        self.dropped[place] += nbytes
+        if self.left is not None and place in self.left:
+            self.left[place] -= nbytes
+            if self.left[place] <= 0:
+                del self.left[place]
 
 
 class OpenPipeline:
@@ -63,7 +77,7 @@ class OpenPipeline:
     Attributes:
         counters: of the attachment.
         contents: finds contents that are packed already.
-        droppable: how much Recompute may drop; others may share it.
+        droppable: what Recompute may drop; others may share it.
         is_lossless: whether no codec loses anything.
         verifications: those of the ``proofs`` that came up in this attachment, by identity, as long as these keep them.
     """

@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.saved.fit import Fitted
 from tests.support.models import Block
 from tests.support.nets import BasicBlock, UNet, residual_network
 from tests.support.sim import simulated
@@ -477,11 +478,31 @@ def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device
 MORE = {"wrapped": (1.0, 1.5, 2.0, 2.5, 4.0), "branches in checkpoints": (1.1, 3.0), "llama": (1.0, 1.5, 2.5, 4.0)}
 
 
+@pytest.mark.parametrize("more", [1.0, 1.5])
+def test_checkpoints_that_are_off_by_seconds_keep_the_budget(
+    more: float, device: torch.device, free: dict[str, Run]
+) -> None:
+    """Copies of this device are cheap, so tensors of layers whose checkpoints are off may move; bits stay."""
+    budget, again = int(more * max(without("wrapped", device, free).peaks)), []
+    plain = trained("wrapped", device, lambda model: contextlib.nullcontext(), 4 * STEPS)
+    run = Run("wrapped", device)
+    with dh.fit(run.model, budget) as fitted:
+        for _ in range(4 * STEPS):
+            run.step()
+            again.append(fitted.report().checkpoints_off)
+    assert max(run.peaks) <= budget
+    assert max(again) > again[2], "more were tried than the budget alone allows"
+    assert fitted.report().saved.moved > 0
+    weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(weights, plain.weights, strict=True))
+
+
 @pytest.mark.full_tier(case=("wrapped", "branches in checkpoints"))
 @pytest.mark.parametrize("case", CHECKPOINTED)
-def test_layers_are_checkpointed_no_more_than_the_budget_asks_for(
-    case: str, device: torch.device, free: dict[str, Run]
+def test_without_seconds_layers_are_checkpointed_no_more_than_the_budget_asks_for(
+    case: str, device: torch.device, free: dict[str, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Fitted, "_rates", lambda *_: None)  # as of a store that does not tell its speed
     plain, off = without(case, device, free), []
     again = trained(case, device, lambda model: contextlib.nullcontext(), 2 * STEPS)
     for more in MORE[case]:

@@ -114,7 +114,7 @@ class RecomputeContext:
         None, too, if nothing more may be dropped.
         """
         droppable = self._pipeline.droppable
-        if droppable.nbytes is not None and droppable.nbytes <= 0:
+        if droppable.left is not None and not droppable.left:
             return None
         program = origin.planned
         if origin.edge is not None:
@@ -122,6 +122,8 @@ class RecomputeContext:
         if program is None or not program.has_its_inputs():
             return None
         verification = self._verification(program.name, program.key)
+        if droppable.left is not None and verification.where not in droppable.left:
+            return None
         waits = verification.waits
         attempt = (
             program.run_exact if self._exact.maxlen == 0 else functools.partial(self._run_exact, program, verification)
@@ -134,8 +136,9 @@ class RecomputeContext:
                 self._counters.count_differed(verification.where, original.nbytes)
             return None
         program.variant, program.verification = variant, verification
-        if droppable.nbytes is not None:
-            droppable.nbytes -= original.nbytes
+        droppable.take(verification.where, original.nbytes)
+        if droppable.watch is not None:
+            program.timed = functools.partial(droppable.watch.part, verification.where, original.nbytes)
         return program
 
     def _run_exact(self, program: Program, verification: Verification, variant: int) -> torch.Tensor | None:

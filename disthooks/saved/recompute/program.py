@@ -128,6 +128,7 @@ class Program:
         "layout",
         "products",
         "steps",
+        "timed",
         "variant",
         "verification",
     )
@@ -145,6 +146,7 @@ class Program:
         self.flops = 0
         self.layout, self.device = layout, device
         self.variant = 0
+        self.timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.verification: Verification | None = None
         # On a CPU the kernels of silu, sigmoid, softplus and others compute the last elements of each thread's part
         # by another path, so the number of threads selects the bits (decision 81).
@@ -188,7 +190,9 @@ class Program:
         """
         if self.verification is not None:
             self.verification.raise_if_broken(self.device)
-        return self._run([self._tensor_of(each) for each in self.inputs], self.variant)
+        inputs = [self._tensor_of(each) for each in self.inputs]
+        with self.timed():
+            return self._run(inputs, self.variant)
 
     def run_exact(self, variant: int) -> torch.Tensor | None:
         """The tensor that ``variant`` computes from the exact inputs, for a comparison; None if one of them is gone.

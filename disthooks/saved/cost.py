@@ -1,0 +1,136 @@
+"""What it costs in seconds to move saved tensors or to compute them again, and the cheapest mixture. It needs no torch.
+
+Of the saved tensors of a step some do not fit beside the rest. Each byte of them is moved, or computed again. What is
+computed again comes in kinds: a group of dropped tensors that the same operators compute, or the checkpointed layers.
+"""
+
+# [Note: the cheapest mixture]
+# To compute again costs the seconds that were measured, for each kind in proportion to its bytes. To move costs nothing
+# as long as the copies are hidden: what is saved first moves first, so the link has all of forward to send, and all of
+# backward to bring back. Beyond that each byte costs what the link takes for it. Both costs are convex in the number of
+# bytes, so the cheapest mixture computes the cheapest kinds again, in the order of seconds for a byte, up to the point
+# where the next byte is cheaper to move. That point is the end of a kind, or one of the three points where the cost of
+# moving has a corner, so only these are tried.
+#
+# A layer is computed again as a whole. So for each number of layers the best of the other kinds is found.
+#
+# How long a step takes under such a limit at least, and that the plan of a ``Tiered`` comes within 3% of it, is tested
+# on a modelled clock (tests/unit/test_clock.py), and this mixture against an integer program (tests/unit/saved).
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """Saved tensors that are computed again in the same way.
+
+    Attributes:
+        name: of the kind.
+        nbytes: bytes of all of them in a step.
+        seconds: how long it takes to compute all of them again.
+        unit: bytes that are computed again together; 1 if any part can be.
+    """
+
+    name: str
+    nbytes: float
+    seconds: float
+    unit: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured of a step and of the place that saved tensors move to.
+
+    Attributes:
+        forward, backward: seconds that the step computes, without what it waits for.
+        out, back: seconds that the link takes for a byte, each way.
+        busy: seconds that a moved byte keeps the computation from working although its copy is hidden.
+    """
+
+    forward: float
+    backward: float
+    out: float
+    back: float
+    busy: float = 0.0
+
+    def moving(self, nbytes: float) -> float:
+        """Seconds that a step takes longer because ``nbytes`` move.
+
+        >>> Rates(forward=1.0, backward=2.0, out=0.5, back=0.5).moving(3)  # half a second of forward is not hidden
+        0.5
+        """
+        if nbytes <= 0:
+            return 0.0
+        waits = max(0.0, nbytes * self.out - self.forward), max(0.0, nbytes * self.back - self.backward)
+        return sum(waits) + nbytes * self.busy
+
+    def corners(self) -> tuple[float, ...]:
+        """The bytes at which moving begins to cost more."""
+        pairs = (self.forward, self.out), (self.backward, self.back)
+        return (0.0, *(seconds / pace for seconds, pace in pairs if 0 < pace < math.inf))
+
+
+class Mixture(NamedTuple):
+    """What is computed again, and what the step takes longer.
+
+    Attributes:
+        again: of each kind the part that is computed again, from 0 to 1.
+        seconds: what computing again and moving the rest take.
+    """
+
+    again: dict[str, float]
+    seconds: float
+
+
+def seconds_of(kinds: Sequence[Kind], again: Mapping[str, float], excess: float, rates: Rates) -> float:
+    """Seconds that a step takes longer if such a part of each kind is computed ``again``, and the rest moves."""
+    computed = sum(kind.seconds * again.get(kind.name, 0.0) for kind in kinds)
+    return computed + rates.moving(excess - sum(kind.nbytes * again.get(kind.name, 0.0) for kind in kinds))
+
+
+def cheapest(kinds: Sequence[Kind], excess: float, rates: Rates) -> Mixture:
+    """The mixture that takes the least seconds. See [Note: the cheapest mixture].
+
+    Args:
+        kinds: at most one of them has a ``unit`` of more than a byte.
+        excess: bytes that do not fit if nothing is computed again.
+        rates: of the step.
+
+    >>> cheap, dear = Kind("relu", 4, 0.4), Kind("layers", 8, 8.0, unit=4)
+    >>> slow = Rates(forward=1.0, backward=1.0, out=1.0, back=1.0)
+    >>> cheapest([cheap, dear], 9, slow).again  # one byte of nine moves for nothing
+    {'relu': 1.0, 'layers': 0.5}
+    >>> cheapest([cheap, dear], 9, Rates(9.0, 9.0, out=1.0, back=1.0)).again  # all nine do
+    {'relu': 0.0, 'layers': 0.0}
+    """
+    whole = next((kind for kind in kinds if kind.unit > 1), None)
+    rest = sorted((kind for kind in kinds if kind is not whole and kind.nbytes), key=lambda it: it.seconds / it.nbytes)
+    ends = list(itertools.accumulate((kind.nbytes for kind in rest), initial=0.0))
+    costs = list(itertools.accumulate((kind.seconds for kind in rest), initial=0.0))
+    best = (math.inf, 0.0, 0.0)
+    for count in range(1 + (round(whole.nbytes / whole.unit) if whole else 0)):
+        taken, first = (count * whole.unit, count * whole.unit * whole.seconds / whole.nbytes) if whole else (0.0, 0.0)
+        left = excess - taken
+        inner = (left - corner for corner in rates.corners())
+        for total in (*ends, *(each for each in inner if 0 < each < ends[-1])):
+            seconds = first + _cost(total, ends, costs) + rates.moving(left - total)
+            best = min(best, (seconds, taken, total))
+    seconds, taken, total = best
+    parts = zip(rest, ends, strict=False)
+    again = {kind.name: min(1.0, max(0.0, (total - end) / kind.nbytes)) for kind, end in parts}
+    return Mixture(again | ({whole.name: taken / whole.nbytes} if whole else {}), seconds)
+
+
+def _cost(total: float, ends: Sequence[float], costs: Sequence[float]) -> float:
+    """Seconds to compute the first ``total`` bytes again: straight lines between the points (``ends``, ``costs``)."""
+    place = min(bisect_left(ends, total), len(ends) - 1)
+    if not place or ends[place] <= total:
+        return costs[place]
+    share = (total - ends[place - 1]) / (ends[place] - ends[place - 1])
+    return costs[place - 1] + share * (costs[place] - costs[place - 1])
