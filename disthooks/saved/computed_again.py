@@ -90,7 +90,7 @@ class _Steps:
             self.seconds.clear()
             self.is_timed, self.before = False, None
         self.saved = saved
-        self.seconds.append(seconds)
+        self.seconds = [*self.seconds[-_COMPARED:], seconds]
 
     def median(self) -> float:
         return statistics.median(self.seconds[-_COMPARED:])
@@ -122,10 +122,12 @@ class ComputedAgain:
 
     >>> again = ComputedAgain()
     >>> again.choose(size=8, limit=100)
+    False
     >>> again.droppable.take("relu", 40)
     >>> again.learn(size=8, saved=50, needed=30), again.nbytes
     (0, 40)
     >>> again.choose(size=8, limit=80)  # there is room for 30 of the 40 bytes, and 95% of it is used
+    False
     >>> again.droppable.left
     {'relu': 11.5}
     """

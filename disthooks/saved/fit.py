@@ -179,7 +179,7 @@ class _Round:
     kept: int
     waited: tuple[float, float]
     moved: int
-    started: tuple[float, Moment]
+    started: tuple[float, Moment | None]
     forward_end: Moment | None = None
     backward_end: Moment | None = None
     peak: int = 0
@@ -291,9 +291,8 @@ class Fitted(Attachment):
         self._near.set_limit(limit := self._limit(begin, size))
         for tiers in self._tiers:
             tiers.most.clear()
-        self._watch.is_on = (
-            self._device.type == "cpu" or self._rounds.bit_count() <= 1
-        )  # in the 1st, 2nd, 3rd, 5th, ...
+        # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
+        self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
         if self._again.choose(size, limit, self._rates(size, saved)):
             self._near.set_limit(limit // 2)
         self._again.layers.switch_off(self._again.off)

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -34,8 +35,10 @@ class Stopwatch:
         self._sums: dict[str, tuple[float, float]] = {}  # seconds and amounts; the newest weigh most
         self._least: dict[str, float] = {}
 
-    def now(self) -> Moment:
-        """This moment of the computation."""
+    def now(self) -> Moment | None:
+        """This moment of the computation; None while a CUDA graph is captured, whose events have no time."""
+        if is_capturing(self._device):
+            return None
         if is_accelerator(self._device):
             return event_on(current_stream(self._device), timed=True)
         return time.perf_counter()
@@ -43,22 +46,26 @@ class Stopwatch:
     @contextlib.contextmanager
     def part(self, name: str, amount: float) -> Iterator[None]:
         """What is computed inside is a part called ``name``: so many bytes, or layers."""
-        if not self.is_on or is_capturing(self._device):
-            yield
-            return
-        begin = self.now()
+        begin = self.now() if self.is_on else None
         yield
-        self.add(name, amount, begin, self.now())
+        self.add(name, amount, begin, None if begin is None else self.now())
 
-    def add(self, name: str, amount: float, begin: Moment, end: Moment) -> None:
-        """The part called ``name`` went on from ``begin`` to ``end``."""
-        self._open.append((name, amount, begin, end))
+    def add(self, name: str, amount: float, begin: Moment | None, end: Moment | None) -> None:
+        """The part called ``name`` went on from ``begin`` to ``end``; nothing if one of them is not known."""
+        if begin is not None and end is not None:
+            self._open.append((name, amount, begin, end))
 
     def read(self) -> None:
         """Read the parts whose events have happened."""
-        while self._open and (isinstance(end := self._open[0][3], float) or end.query()):
-            name, amount, begin, end = self._open.popleft()
-            seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000  # type: ignore[operator, union-attr]
+        while self._open:
+            name, amount, begin, end = self._open[0]
+            if isinstance(begin, float) or isinstance(end, float):
+                seconds = cast(float, end) - cast(float, begin)
+            elif begin.query() and end.query():
+                seconds = begin.elapsed_time(end) / 1000
+            else:
+                return
+            self._open.popleft()
             before, amounts = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = 0.9 * before + seconds, 0.9 * amounts + amount
             self._least[name] = min(seconds, self._least.get(name, seconds))
