@@ -31,7 +31,7 @@ from disthooks.saved.cost import Kind, Mixture, Rates, cheapest, seconds_of
 from disthooks.saved.pipeline import Droppable
 from disthooks.saved.stopwatch import Stopwatch
 
-# The part of the room that is filled with what could be computed again; and the part of a step, or of the limit if no
+# The part of the room that is filled with what could be dropped, if there are no layers; and the part of a step, or of the limit if no
 # seconds are known, that another mixture has to save.
 _FILLED, _WORTH = 0.95, 0.02
 # The outlook is for so many parts of the limit more or less.
@@ -267,7 +267,8 @@ class ComputedAgain:
 def _excess(kinds: Sequence[Kind], saved: float, limit: int) -> float:
     """Bytes of saved tensors that do not fit under ``limit`` if nothing is computed again."""
     room = limit - saved
-    return max(0.0, sum(kind.nbytes for kind in kinds) - (_FILLED * room if room > 0 else room))
+    has_layers = any(kind.unit > 1 for kind in kinds)
+    return max(0.0, sum(kind.nbytes for kind in kinds) - (room if has_layers or room <= 0 else _FILLED * room))
 
 
 def nearest_size(size: int, known: Collection[int]) -> tuple[int, float]:
