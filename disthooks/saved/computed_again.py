@@ -31,8 +31,8 @@ from disthooks.saved.cost import Kind, Mixture, Rates, cheapest, seconds_of
 from disthooks.saved.pipeline import Droppable
 from disthooks.saved.stopwatch import Stopwatch
 
-# The part of the room that is filled with what could be dropped, if there are no layers; and the part of a step, or of the limit if no
-# seconds are known, that another mixture has to save.
+# The part of the room that is filled with what could be dropped, if there are no layers; and the part of a step, or of
+# the limit if no seconds are known, that another mixture has to save.
 _FILLED, _WORTH = 0.95, 0.02
 # The outlook is for so many parts of the limit more or less.
 _OTHER = 10
