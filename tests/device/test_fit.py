@@ -129,6 +129,12 @@ def trained(case: str, device: torch.device, fitted: Callable[[nn.Module], Any],
     return run
 
 
+@pytest.fixture
+def without_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a store that does not tell its speed: what is computed again is chosen by bytes alone."""
+    monkeypatch.setattr(Fitted, "_rates", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def free() -> dict[str, Run]:
     return {}
@@ -233,6 +239,7 @@ def test_what_can_be_computed_again_is_dropped_before_the_rest_moves(
     assert moved[1] < 0.8 * moved[0]
 
 
+@pytest.mark.usefixtures("without_seconds")
 def test_no_more_is_computed_again_than_the_budget_asks_for(device: torch.device, free: dict[str, Run]) -> None:
     plain, dropped = without("decoder", device, free), []
     for share in (0.6, 1.0, 1.2):
@@ -497,12 +504,12 @@ def test_checkpoints_that_are_off_by_seconds_keep_the_budget(
     assert all(torch.equal(*pair) for pair in zip(weights, plain.weights, strict=True))
 
 
+@pytest.mark.usefixtures("without_seconds")
 @pytest.mark.full_tier(case=("wrapped", "branches in checkpoints"))
 @pytest.mark.parametrize("case", CHECKPOINTED)
 def test_without_seconds_layers_are_checkpointed_no_more_than_the_budget_asks_for(
-    case: str, device: torch.device, free: dict[str, Run], monkeypatch: pytest.MonkeyPatch
+    case: str, device: torch.device, free: dict[str, Run]
 ) -> None:
-    monkeypatch.setattr(Fitted, "_rates", lambda *_: None)  # as of a store that does not tell its speed
     plain, off = without(case, device, free), []
     again = trained(case, device, lambda model: contextlib.nullcontext(), 2 * STEPS)
     for more in MORE[case]:
@@ -536,6 +543,7 @@ def _flag(module: nn.Module) -> Any:
     return getattr(module, "gradient_checkpointing", None)
 
 
+@pytest.mark.usefixtures("without_seconds")
 def test_checkpoints_that_are_off_use_the_budget(device: torch.device, free: dict[str, Run]) -> None:
     """Of twelve layers another one would not fit, and beside it the room of one that is computed again stays free."""
     budget = 2 * max(without("wrapped", device, free).peaks)
