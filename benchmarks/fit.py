@@ -6,9 +6,9 @@ A transformer trains in memory, with every saved tensor on disk, and under budge
 memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint
 it trains without a budget, and under the same budgets and one of 110%. Each way is a process of its own, because
 resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process the peaks of all steps and the
-median time of those after the sixteenth, when ``fit`` has found its limit and its mixture, are taken. The median of each way and its ratio
-to the training in memory are printed and written as JSON. All ways run with ``disthooks.memory.release_promptly()``,
-without which memory that was freed stays resident.
+median time of those after the sixteenth, when ``fit`` has found its limit and its mixture, are taken. The median of
+each way and its ratio to the training in memory are printed and written as JSON. All ways run with
+``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
 """
 
 from __future__ import annotations

@@ -119,10 +119,10 @@ class _Layer:
         self._before: tuple[list[torch.Tensor], list[int], int | None] | None = None
         self._begin_moment: Moment | None = None
         self._forwards = 0
-        self._handles = [
-            module.register_forward_pre_hook(UncopiedHook(self._begin)),
-            module.register_forward_hook(UncopiedHook(self._end)),
-        ]
+        self._handles = []
+        if is_free is None or (is_free and watch is not None):
+            self._handles.append(module.register_forward_pre_hook(UncopiedHook(self._begin)))
+            self._handles.append(module.register_forward_hook(UncopiedHook(self._end)))
 
     def switch_off(self) -> list[Callable[[], None]]:
         """Take the layer out of its checkpoint. Returns what undoes it, at most one function."""
