@@ -230,8 +230,10 @@ class ComputedAgain:
             kinds.append(Kind(_LAYERS, unit * count, seconds * count, unit))
         return kinds
 
-    def learn(self, size: int, saved: int, needed: int, seconds: float = 0.0) -> int:
+    def learn(self, size: int, saved: int, needed: int, missing: int = 0, seconds: float = 0.0) -> int:
         """Note what a round of inputs of ``size`` has shown, which took so many ``seconds``.
+
+        A first round in which tensors were ``missing`` needs more than later ones, so it tells nothing.
 
         Returns:
             Bytes that another round of the size may need beside those. A layer that is computed again lies in memory as
@@ -245,6 +247,9 @@ class ComputedAgain:
             like = self._sizes[nearest_size(size, self._sizes)[0]]
             scaled = int(saved * like.saved / (like.saved + off * like.layer))
             known = replace(like, saved=scaled, is_measured=False, again={})
+        elif known is None and missing and size not in self._steps:
+            self._steps[size] = _Steps()
+            return 0
         elif known is None:
             known = _Size(saved, max(1, needed), dropped=dropped)
         self._sizes[size] = known

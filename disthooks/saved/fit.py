@@ -374,7 +374,7 @@ class Fitted(Attachment):
         # On the CPU what is on its way does not count.
         most = max(self._near.of(self._device).most, *(tiers.most.get(self._device, 0) for tiers in self._tiers))
         needed = max(0, peak - last.begin - most)
-        needed += self._again.learn(last.size, stored + kept, needed, seconds)
+        needed += self._again.learn(last.size, stored + kept, needed, self._missing, seconds)
         needs = self._needs.setdefault(last.size, {})
         if peak > self._budget * (1 - _MARGIN):
             self._least[last.size] = max(needed, self._least.get(last.size, 0))

@@ -65,7 +65,7 @@ class Step:
             again.droppable.take("relu", dropped)
         saved = 2 * GB - dropped + again.off * GB
         seconds = 2.0 + (12 - again.off) * 0.1 + self.drop * dropped / GB + self.truth.moving(saved - limit)
-        again.learn(8, saved, 2 * GB, seconds)
+        again.learn(8, saved, 2 * GB, max(0, saved - limit), seconds)
         return seconds
 
 
