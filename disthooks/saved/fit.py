@@ -14,7 +14,7 @@
 #   step it is an evaluation, and the peak is not read until the next round.
 # - Inputs of another size have a limit of their own. Before the first round of a size, what the step needs anyway is
 #   taken from the next larger size that is known, or from the largest one; see `nearest_size`.
-# - What the model computes again is decided with the same limit; see [Note: no more is computed again than has to be].
+# - What the model computes again is decided with the same limit; see [Note: what is computed again].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
 # keep the attachment alive, so a script that drops the handle trains with the same limits.
