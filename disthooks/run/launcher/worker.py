@@ -121,8 +121,12 @@ def _script(command: Command) -> None:
     path = command.target
     sys.argv = [path, *command.args]
     _first_on_path(os.path.dirname(os.path.realpath(path)))
-    with io.open_code(os.path.abspath(path)) as file:
-        source = file.read()
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: {error}", file=sys.stderr)
+        sys.exit(2)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main = _main(__file__=path, __loader__=loader, __spec__=None, __package__=None, __cached__=None)
     exec(loader.source_to_code(source, path), main.__dict__)
