@@ -154,12 +154,12 @@ class ComputedAgain:
         Returns:
             Whether seconds have chosen another mixture. What a step needs with it is not known.
         """
-        self.off, left = 0, None
+        self.off, left, is_new = 0, None, False
         if self._sizes:
             like, growth = nearest_size(size, self._sizes)
             known = self._sizes[like]
             if like == size:
-                self.off, left = self._settled(known, self._steps.setdefault(size, _Steps()), limit, rates)
+                self.off, left, is_new = self._settled(known, self._steps.setdefault(size, _Steps()), limit, rates)
             else:
                 kinds = self._kinds(known, growth, None)
                 mixture = cheapest(kinds, _excess(kinds, known.saved * growth, limit), _UNKNOWN)
@@ -167,32 +167,35 @@ class ComputedAgain:
         self._is_all = left is None
         self.droppable.left = left
         self.droppable.dropped.clear()
-        steps = self._steps.get(size)
-        return steps is not None and steps.before is not None and not steps.seconds
+        return is_new
 
     def _settled(
         self, known: _Size, steps: _Steps, limit: int, rates: Rates | None
-    ) -> tuple[int, dict[str, float] | None]:
-        """The same for a size that is known: the mixture of the last round, unless another one is worth a change."""
+    ) -> tuple[int, dict[str, float] | None, bool]:
+        """Keep the mixture of the last round of this size, unless another one is worth a change.
+
+        Returns what :meth:`_allowed` does, and whether seconds have made the change.
+        """
         if abs(limit - steps.limit) > _NEAR * limit:
             steps.seconds.clear()
         steps.limit = limit
         if steps.before is not None and len(steps.seconds) > _COMPARED:  # the first step makes the plan of the store
             known.by_seconds = steps.median() <= steps.before
             steps.before = None
-        is_settled = len(steps.seconds) >= _COMPARED
+        was_timed, is_settled = steps.is_timed, len(steps.seconds) >= _COMPARED
         can_time = known.by_seconds and rates is not None and (steps.is_timed or is_settled)
         watch = self.droppable.watch if can_time and (known.is_measured or not len(self.layers)) else None
         kinds = self._kinds(known, 1.0, watch)
         steps.is_timed = watch is not None and all(kind.seconds > 0 for kind in kinds)
         if rates is None or not steps.is_timed:
             kinds, rates, worth = self._kinds(known, 1.0, None), _UNKNOWN, _WORTH * limit
+            self.outlook = None
         else:
             worth = _WORTH * steps.median() if is_settled else math.inf
         excess = _excess(kinds, known.saved, limit)
         best = cheapest(kinds, excess, rates)
-        if steps.is_timed and is_settled:
-            other = limit // _OTHER
+        other = limit // _OTHER
+        if steps.is_timed and is_settled and other:
             less, more = (cheapest(kinds, max(0.0, excess + nbytes), rates).seconds for nbytes in (-other, other))
             self.outlook = Outlook(
                 other, (best.seconds - less) / steps.median(), (more - best.seconds) / steps.median()
@@ -200,11 +203,15 @@ class ComputedAgain:
         is_known = known.again.keys() == best.again.keys()
         if is_known and seconds_of(kinds, known.again, excess, rates) <= best.seconds + worth:
             best = Mixture(known.again, 0.0)
-        if best.again != known.again:
+        is_new = best.again != known.again
+        if is_new:
             steps.before = steps.median() if steps.is_timed and is_settled else None
             steps.seconds.clear()
             known.again = best.again
-        return self._allowed(known, best.again, kinds, can_time or limit > known.saved)
+        has_room = limit > known.saved
+        is_trial = can_time and not has_room and not known.is_measured and len(self.layers) > 0
+        allowed = self._allowed(known, best.again, kinds, has_room or is_trial)
+        return *allowed, is_trial or (is_new and (was_timed or steps.is_timed))
 
     def _allowed(
         self, known: _Size, again: Mapping[str, float], kinds: Sequence[Kind], has_room: bool

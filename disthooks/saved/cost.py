@@ -1,7 +1,7 @@
 """What it costs in seconds to move saved tensors or to compute them again, and the cheapest mixture. It needs no torch.
 
-Of the saved tensors of a step some do not fit beside the rest. Each byte of them is moved, or computed again. What is
-computed again comes in kinds: a group of dropped tensors that the same operators compute, or the checkpointed layers.
+Some saved tensors of a step do not fit under the limit. Each byte of these is moved, or computed again. A kind is a
+group of tensors that are computed again in the same way: those that the same operators compute, or checkpointed layers.
 """
 
 # [Note: the cheapest mixture]
@@ -14,8 +14,8 @@ computed again comes in kinds: a group of dropped tensors that the same operator
 #
 # A layer is computed again as a whole. So for each number of layers the best of the other kinds is found.
 #
-# How long a step takes under such a limit at least, and that the plan of a ``Tiered`` comes within 3% of it, is tested
-# on a modelled clock (tests/unit/test_clock.py), and this mixture against an integer program (tests/unit/saved).
+# tests/unit/saved/test_cost.py tries all mixtures of small tables. That a ``Tiered`` moves tensors nearly as fast as is
+# possible, which the cost of moving takes for granted, is tested on a modelled clock (tests/unit/test_clock.py).
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured of a step and of the place that saved tensors move to.
+    """The speed of a step, and of the place that saved tensors move to, as measured.
 
     Attributes:
         forward, backward: seconds that the step computes, without what it waits for.
@@ -77,11 +77,11 @@ class Rates:
 
 
 class Mixture(NamedTuple):
-    """What is computed again, and what the step takes longer.
+    """A choice of what is computed again; the rest of what does not fit moves.
 
     Attributes:
         again: of each kind the part that is computed again, from 0 to 1.
-        seconds: what computing again and moving the rest take.
+        seconds: how much longer the step takes, for computing again and for moving.
     """
 
     again: dict[str, float]

@@ -95,6 +95,8 @@ class FitReport:
     >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, 0, 0, 0, None, saved)
     >>> print(str(found).splitlines()[0])
     cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay, and 9.0 GiB move
+    >>> print(str(replace(found, outlook=Outlook(4 << 30, 0.04, 0.06))).splitlines()[1])
+      4.0 GiB more: 4% faster; as much less: 6% slower
     """
 
     budget: int
@@ -338,14 +340,14 @@ class Fitted(Attachment):
             (_, begin), middle = last.started, last.forward_end
             end = self._watch.now() if last.backward_end is None else last.backward_end
             if isinstance(begin, float) and isinstance(end, float):  # on a CPU the host that waits is what computes
-                begin, end = begin + packing, end - unpacking
+                begin, end = min(begin + packing, cast(float, middle)), max(end - unpacking, cast(float, middle))
             self._watch.add(f"forward {last.size}", 1, begin, middle)
             self._watch.add(f"backward {last.size}", 1, middle, end)
         self._watch.read()
-        moved, rates = saved.moved - last.moved, self._rates(last.size, saved)
-        if moved and rates is not None and self._device.type == "cpu":
-            hidden = replace(rates, busy=0.0)
-            self._busy = min(self._busy, max(0.0, packing + unpacking - hidden.moving(moved)) / moved)
+        moved = saved.moved - last.moved
+        if moved and self._device.type == "cpu" and (rates := self._rates(last.size, saved)) is not None:
+            waits = replace(rates, busy=0.0).moving(moved)
+            self._busy = min(self._busy, max(0.0, packing + unpacking - waits) / moved)
         return time.perf_counter() - last.started[0]
 
     def _rates(self, size: int, saved: SavedReport) -> Rates | None:
@@ -422,7 +424,8 @@ def fit(
     If room is left when nothing has to move, activation checkpoints are switched off, from the last layer on: of layers
     with ``gradient_checkpointing = True`` (transformers), and of torch's ``CheckpointWrapper``. A layer that changes a
     buffer or starts a collective in its first forward keeps its checkpoint, and so does one that torch.compile took.
-    ``Recompute`` drops no more than the budget asks for.
+    ``Recompute`` drops no more than the budget asks for. Once the steps of inputs of one size are alike, measured
+    seconds choose what is computed again and what moves; see docs/saved-tensors/budget.md.
 
     The peak is that of torch's allocator (``torch.accelerator.max_memory_allocated``), so weights, gradients and the
     optimizer's state count, and memory that other libraries allocate does not. Its statistics are reset at each

@@ -61,12 +61,18 @@ class Droppable:
     watch: Stopwatch | None = None
 
     def take(self, place: str, nbytes: int) -> None:
-        """A tensor of ``place`` is dropped."""
+        """Count a tensor of ``place`` that is dropped."""
         self.dropped[place] += nbytes
-        if self.left is not None and place in self.left:
-            self.left[place] -= nbytes
-            if self.left[place] <= 0:
-                del self.left[place]
+        left = self.left  # read once: another thread may be here, and the next round sets another dict
+        if left is not None:
+            left[place] = left.get(place, 0.0) - nbytes
+            if left[place] <= 0:
+                left.pop(place, None)
+
+    def may(self, place: str | None = None) -> bool:
+        """Whether a tensor of ``place``, or of any place, may be dropped."""
+        left = self.left
+        return left is None or (bool(left) if place is None else place in left)
 
 
 class OpenPipeline:

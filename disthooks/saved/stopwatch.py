@@ -45,13 +45,13 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, name: str, amount: float) -> Iterator[None]:
-        """What is computed inside is a part called ``name``: so many bytes, or layers."""
+        """Measure what is computed inside as a part called ``name``, of so many bytes or layers."""
         begin = self.now() if self.is_on else None
         yield
         self.add(name, amount, begin, None if begin is None else self.now())
 
     def add(self, name: str, amount: float, begin: Moment | None, end: Moment | None) -> None:
-        """The part called ``name`` went on from ``begin`` to ``end``; nothing if one of them is not known."""
+        """Note that the part called ``name`` went on from ``begin`` to ``end``, if both are known."""
         if begin is not None and end is not None:
             self._open.append((name, amount, begin, end))
 
@@ -59,12 +59,12 @@ class Stopwatch:
         """Read the parts whose events have happened."""
         while self._open:
             name, amount, begin, end = self._open[0]
-            if isinstance(begin, float) or isinstance(end, float):
-                seconds = cast(float, end) - cast(float, begin)
-            elif begin.query() and end.query():
+            if isinstance(begin, torch.Event) and isinstance(end, torch.Event):
+                if not (begin.query() and end.query()):
+                    return
                 seconds = begin.elapsed_time(end) / 1000
             else:
-                return
+                seconds = cast(float, end) - cast(float, begin)
             self._open.popleft()
             before, amounts = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = 0.9 * before + seconds, 0.9 * amounts + amount

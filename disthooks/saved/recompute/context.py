@@ -114,7 +114,7 @@ class RecomputeContext:
         None, too, if nothing more may be dropped.
         """
         droppable = self._pipeline.droppable
-        if droppable.left is not None and not droppable.left:
+        if not droppable.may():
             return None
         program = origin.planned
         if origin.edge is not None:
@@ -122,7 +122,7 @@ class RecomputeContext:
         if program is None or not program.has_its_inputs():
             return None
         verification = self._verification(program.name, program.key)
-        if droppable.left is not None and verification.where not in droppable.left:
+        if not droppable.may(verification.where):
             return None
         waits = verification.waits
         attempt = (

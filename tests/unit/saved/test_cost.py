@@ -20,7 +20,7 @@ GB = 1 << 30
 
 @pytest.mark.parametrize("seed", range(50))
 def test_no_mixture_of_whole_groups_is_cheaper(seed: int) -> None:
-    """All choices of seven groups and four layers are tried: an integer program by hand."""
+    """All choices of seven groups and four layers are tried."""
     dice = random.Random(seed)
     groups = [Kind(str(i), dice.uniform(1, 9), dice.uniform(0, 9)) for i in range(7)]
     layers = Kind("layers", 40.0, dice.uniform(0, 40), 10.0)
@@ -59,7 +59,7 @@ class Step:
     def make(self, limit: int) -> float:
         """One step; its seconds."""
         again = self.again
-        again.choose(8, limit, self.rates)
+        self.is_new = again.choose(8, limit, self.rates)
         dropped = GB if again.droppable.left is None else int(min(GB, again.droppable.left.get("relu", 0)))
         if dropped:
             again.droppable.take("relu", dropped)
@@ -91,9 +91,14 @@ def test_checkpoints_are_off_as_far_as_the_link_pays_for_it(rates: Rates, off: i
 def test_a_mixture_that_is_slower_than_the_one_before_is_given_up_for_good() -> None:
     """What was measured of the link says that moving costs nothing, and the steps say otherwise."""
     step = Step(FAST, Rates(0.0, 0.0, out=0.2 / GB, back=0.2 / GB))
-    seconds = [step.make(7 * GB + (1 << 20)) for _ in range(30)]
+    seconds, new = [], []
+    for i in range(30):
+        seconds.append(step.make(7 * GB + (1 << 20)))
+        new += [i] if step.is_new else []
     assert max(seconds[5:15]) > seconds[4], "it was tried"
     assert seconds[-10:] == [pytest.approx(min(seconds[3:5]))] * 10
+    assert len(new) == 2, "fit is told of the change by seconds, and of the way back"
+    assert step.again.outlook is None, "what was measured has proven wrong"
 
 
 @pytest.mark.parametrize(("rates", "part"), [(SLOW, 0.5), (FAST, 0.0)], ids=["slow disk", "fast link"])
@@ -104,3 +109,12 @@ def test_no_more_is_dropped_than_is_cheaper_than_moving_it(rates: Rates, part: f
     for _ in range(20):
         step.make(GB // 2)
     assert step.again.nbytes == pytest.approx(part * GB)
+
+
+def test_a_mixture_that_saves_less_than_two_percent_of_a_step_changes_nothing() -> None:
+    step, found = Step(FAST, FAST, drop=0.02), []
+    step.again.layers = CheckpointedLayers(None, ())
+    for _ in range(20):
+        step.make(GB // 2)
+        found.append((step.is_new, step.again.nbytes))
+    assert set(found) == {(False, GB)}
