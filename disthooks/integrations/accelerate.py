@@ -194,7 +194,8 @@ class _Around:
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        # What is connected, by its id, in order. It is held weakly: an accelerator outlives models that are dropped.
+        # The connected attachments by their id, in order. They are held weakly, because an accelerator outlives models
+        # that are dropped.
         self.attached: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
         self.fits: weakref.WeakValueDictionary[int, Fitted] = weakref.WeakValueDictionary()
         self.clipping: set[int] | None = None

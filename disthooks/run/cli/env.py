@@ -32,7 +32,7 @@ def env(
     """
     from disthooks._ranks import RANK_VARIABLES, first_set
 
-    if (first_set(RANK_VARIABLES) or "0") != "0":
+    if (first_set((*RANK_VARIABLES, "PMI_RANK")) or "0") != "0":
         return
     with progress(4) as begin:
         facts = gathered(begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,24 @@ def test_everything_is_undone() -> None:
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
     assert torch.device("cuda").type == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_other_threads_are_not_affected() -> None:
+    raised: list[type[BaseException]] = []
+
+    def other() -> None:
+        for call in (lambda: torch.zeros(2, device="cuda"), torch.cuda.current_device):
+            try:
+                call()
+            except (RuntimeError, AssertionError) as error:
+                raised.append(type(error))
+
+    with redirect_cuda():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(raised) == 2
 
 
 class Names(TorchDispatchMode):

@@ -191,6 +191,30 @@ def test_real_tensors_and_other_threads_are_not_affected() -> None:
     assert found[0] == found[1]
 
 
+def test_two_threads_have_their_own_backends() -> None:
+    inside, outside = threading.Event(), threading.Event()
+    found: dict[str, str] = {}
+
+    def run(backend: str, ready: threading.Event, wait: threading.Event) -> None:
+        with FakeTensorMode(), as_on_cuda(backend):
+            ready.set()
+            assert wait.wait(30)
+            found[backend] = type(F.scaled_dot_product_attention(*[query()] * 3).grad_fn).__name__
+
+    threads = [
+        threading.Thread(target=run, args=("flash", inside, outside)),
+        threading.Thread(target=run, args=("efficient", outside, inside)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {
+        "flash": "ScaledDotProductFlashAttentionBackward0",
+        "efficient": "ScaledDotProductEfficientAttentionBackward0",
+    }
+
+
 def test_some_outputs_are_never_channels_last() -> None:
     real = torch.zeros(2, 8, 6, 6).to(memory_format=torch.channels_last)
     calls = [lambda x: F.pad(x, (1, 2, 3, 4), "reflect"), lambda x: F.pad(x, (1, 2, 3, 4), "replicate")]

@@ -983,6 +983,10 @@ def test_env_of_several_processes_is_told_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("RANK", "0")  # a launcher's own number counts
     assert run("env", "--json").stdout.startswith("{")
+    for variable in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert run("env").stdout == ""
 
 
 @pytest.mark.dist
