@@ -303,7 +303,8 @@ def show(said: Explanation, told: dict[str, Any]) -> None:
         operators = {name: nbytes for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes}
         console().print(_bars(operators, said.saved_bytes, "operator", "saved for backward, by operator"))
     line("memory over the step")
-    console().print("\n".join(curve_lines(said, max(24, min(72, console().width - 13)))))
+    for each in curve_lines(said, max(24, min(72, console().width - 13))):
+        line(each)
     peak = said.peak
     console().print(_bars(peak.by_category, peak.nbytes, "what", "in memory at the peak"))
     if told["plan"] is not None:

@@ -490,6 +490,9 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     rows = {words[1]: words for line in told.stdout.splitlines() if (words := line.split())[:1] == ["│"]}
     assert rows["0"][5:7] == ["60", "B"]  # the input of the Linear: 5 x 3 floats
     assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
+    assert "\\n" not in told.stdout
+    curve = [line for line in told.stdout.splitlines() if re.match(r"[ .0-9A-Za-z]{11}│", line)]
+    assert len(curve) >= 8, "the memory over the step, in rows of its own"
     verdict = told.stdout.splitlines()[:3]
     assert verdict[0].startswith("the peak with ")
     assert "the plan hardly lowers it, because at the peak" in verdict[1]
