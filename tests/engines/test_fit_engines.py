@@ -6,7 +6,9 @@ import contextlib
 import gc
 import pathlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 import disthooks as dh
 from disthooks import memory
+from disthooks.saved.cost import Rates
+from disthooks.saved.fit import Fitted
 from tests.support import needs
 from tests.support.engines import flat
 from tests.support.ranks.harness import Ranks
@@ -82,8 +86,18 @@ def _trained(
     free: int,
     is_checkpointed: bool = False,
     steps: int = STEPS,
+    by: str = "bytes",
 ) -> dict[str, Any]:
-    """Some steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one."""
+    """Some steps under a budget that leaves ``share`` of the ``free`` bytes that a step needs without one.
+
+    What is computed again is chosen ``by`` "bytes" alone, or by "seconds" of which moving takes none: no clock decides.
+    """
+    measured = Fitted._rates
+
+    def rates(*args: Any) -> Rates | None:
+        found = measured(*args) if by == "seconds" else None
+        return None if found is None else replace(found, out=0.0, back=0.0, busy=0.0)
+
     model = _wrapped(engine, is_checkpointed)
     step = (lambda loss: (model.backward(loss), model.step())) if engine.startswith("zero") else None
     optimizer = None if step else torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -94,8 +108,8 @@ def _trained(
     budget = begin + int((share or 1) * free)
     if share is not None:
         fitted = dh.fit(model, budget, dh.OnDisk(folder, in_flight="8 MiB"))
-    peaks, losses, layers = [], [], (0, 0)
-    with fitted:
+    peaks, losses, off, layers = [], [], [], (0, 0)
+    with fitted, patch.object(Fitted, "_rates", rates), patch("disthooks.saved.computed_again._WORTH", 0.0):
         for _ in range(steps):
             memory.reset_peak_resident()
             loss = model(x).square().mean()
@@ -107,20 +121,27 @@ def _trained(
                 optimizer.zero_grad()
             peaks.append(memory.peak_resident())
             losses.append(loss.item())
+            off.append(fitted.report().checkpoints_off if share is not None else 0)
             del loss
         if share is not None:
             layers = (fitted.report().checkpoints, fitted.report().checkpoints_off)
-    return {"begin": begin, "budget": budget, "peaks": peaks, "losses": losses, "layers": layers}
+    return {"begin": begin, "budget": budget, "peaks": peaks, "losses": losses, "layers": layers, "off": off}
 
 
 def _both(
-    rank: int, engine: str, folder: str, shares: Sequence[float] = SHARES, is_checkpointed: bool = False
+    rank: int,
+    engine: str,
+    folder: str,
+    shares: Sequence[float] = SHARES,
+    is_checkpointed: bool = False,
+    steps: int = STEPS,
+    by: str = "bytes",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     memory.release_promptly()
     _trained(rank, engine, None, folder, 0, steps=2)  # what a process allocates once
-    plain = _trained(rank, engine, None, folder, 0)
+    plain = _trained(rank, engine, None, folder, 0, steps=steps)
     free = max(plain["peaks"]) - plain["begin"]
-    return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed)
+    return plain, _trained(rank, engine, shares[rank], folder, free, is_checkpointed, steps, by)
 
 
 @pytest.mark.full_tier(engine=("fsdp1", "zero2", "zero3"))
@@ -160,6 +181,17 @@ def test_each_rank_switches_checkpoints_off_by_itself(
     tight, wide = (fitted["layers"][1] for _, fitted in found)
     assert (0 < tight < wide) or not layers
     assert wide == layers
+
+
+@pytest.mark.parametrize(("engine", "layers"), [("ddp", 8), ("ddp, joined", 4), ("fsdp2 inside", 4)])
+def test_each_rank_chooses_by_its_own_seconds(engine: str, layers: int, ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    """Where moving costs nothing, no checkpoint is on that can be off, on the rank with little room either."""
+    found = ranks(_both, engine, str(tmp_path), (0.6, 1.3), True, 2 * STEPS, "seconds")
+    for plain, fitted in found:
+        assert fitted["losses"] == plain["losses"]
+        assert max(fitted["peaks"]) <= fitted["budget"]
+        assert fitted["layers"][0] == layers
+        assert layers in fitted["off"]
 
 
 def _assert_kept(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
