@@ -146,10 +146,11 @@ class ComputedAgain:
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
         self._sizes = {size: _Size(*each) for size, each in state.items()}
 
-    def choose(self, size: int, limit: int, rates: Rates | None = None) -> bool:
+    def choose(self, size: int, limit: int, rates: Rates | None = None, is_going_on: bool = False) -> bool:
         """Decide for a round of inputs of ``size`` with so many bytes of saved tensors, and switch Recompute.
 
-        ``rates`` are those of a step of this size; None if they were not measured.
+        ``rates`` are those of a step of this size; None if they were not measured. A round that is going on has dropped
+        something already.
 
         Returns:
             Whether seconds have chosen another mixture. What a step needs with it is not known.
@@ -164,9 +165,13 @@ class ComputedAgain:
                 kinds = self._kinds(known, growth, None)
                 mixture = cheapest(kinds, _excess(kinds, known.saved * growth, limit), _UNKNOWN)
                 self.off, left = self._allowed(known, mixture.again, kinds, limit > known.saved * growth)
-        self._is_all = left is None
+        self._is_all = left is None and (self._is_all or not is_going_on)
+        if not is_going_on:
+            self.droppable.dropped.clear()
+        elif left is not None:
+            rest = {name: nbytes - self.droppable.dropped[name] for name, nbytes in left.items()}
+            left = {name: nbytes for name, nbytes in rest.items() if nbytes > 0}
         self.droppable.left = left
-        self.droppable.dropped.clear()
         return is_new
 
     def _settled(
@@ -237,8 +242,8 @@ class ComputedAgain:
             kinds.append(Kind(_LAYERS, unit * count, seconds * count, unit))
         return kinds
 
-    def learn(self, size: int, saved: int, needed: int, missing: int = 0, seconds: float = 0.0) -> int:
-        """Note what a round of inputs of ``size`` has shown, which took so many ``seconds``.
+    def learn(self, size: int, saved: int, needed: int, missing: int = 0, seconds: float | None = None) -> int:
+        """Note what a round of inputs of ``size`` has shown, which took so many ``seconds``; None for no comparison.
 
         A first round in which tensors were ``missing`` needs more than later ones, so it tells nothing.
 
@@ -270,7 +275,8 @@ class ComputedAgain:
             known.is_measured = True
         else:
             known.saved = saved
-        self._steps.setdefault(size, _Steps()).add(seconds, everything - off * known.layer)
+        if seconds is not None:
+            self._steps.setdefault(size, _Steps()).add(seconds, everything - off * known.layer)
         if known.is_measured:
             self.nbytes += known.layer * (len(self.layers) - off)
         return known.layer if off else 0

@@ -6,14 +6,24 @@
 # more than these bytes and two tensors, at whatever moment of the step the peak is (the order of copies may change).
 # That is all that ``fit`` needs to know:
 #
-# - The first forward has the limit 0: every saved tensor is moved, and no choice could need less.
-# - Each forward with gradients on starts a round. When the next one starts, the peak of the round is known, and the
-#   limit grows by what is left of the budget, less what lies on the device now and did not when the round started (the
-#   optimizer's state, which the first step makes). A round that needed too much makes the limit smaller.
+# - A round is one forward with gradients on, or several whose saved tensors wait for the same backward (two answers to
+#   a prompt, a model that is applied three times). A forward goes on with the round if saved tensors of it are alive
+#   and no optimizer has made a step; otherwise it starts another one.
+# - The first round has the limit 0: every saved tensor is moved, and no choice could need less.
+# - When a round starts, the peak of the last one is known, and the limit grows by what is left of the budget, less what
+#   lies on the device now and did not when the round started (the optimizer's state, which the first step makes). A
+#   round that needed too much makes the limit smaller.
+# - The first backward after an optimizer's step makes the gradients. Later ones add to them (gradient accumulation),
+#   and need less. So what rounds need is kept apart for these two.
 # - A forward without gradients belongs to the step that it stands in: a metric, a moving average. After the optimizer's
-#   step it is an evaluation, and the peak is not read until the next round.
-# - Inputs of another size have a limit of their own. Before the first round of a size, what the step needs anyway is
-#   taken from the next larger size that is known, or from the largest one; see `nearest_size`.
+#   step it is an evaluation, and the peak is not read until the next round. What a round without a backward needs is
+#   kept apart.
+# - Inputs of another size have a limit of their own; the size of a round is that of all its forwards. Before the first
+#   round of a size, what the step needs anyway is taken from the next larger size that is known, or from the largest
+#   one; see `nearest_size`. A round is expected to become as large as those that began with the same size. If it
+#   becomes larger, the limit shrinks within it.
+# - Two models on one device (a GAN) have a budget each, of the same memory. What the other one may keep now, and could
+#   not when a round was measured, counts as needed.
 # - What the model computes again is decided with the same limit; see [Note: what is computed again].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
@@ -159,34 +169,44 @@ class _Memory:
 
 @dataclass
 class _Round:
-    """From one forward with gradients on to the next.
+    """Forwards with gradients on whose saved tensors wait for the same backward. See [Note: a limit that is found].
 
     Attributes:
-        size: how many elements its inputs have.
+        first: how many elements the inputs of its first forward have.
+        size: how many those of all its forwards have, so far.
+        expected: how many they may have in the end.
+        is_first: whether no backward has added to gradients since an optimizer's step.
         begin: bytes in use when it started.
-        stored: bytes of saved tensors that the attachments had stored before.
-        kept: bytes of tensors, other than weights, that they had kept before, the small ones.
-        waited: seconds for which they had made the host wait before, in forward and in backward.
-        moved: bytes that they had moved before.
+        others: bytes that other attachments could keep on the device when it started.
+        before: what the attachments had done with saved tensors before.
         started: when it started: by the host's clock, and by the computation's.
-        forward_end, backward_end: when its forward and its backward ended, as far as they have.
+        forward_end, backward_end: when its forwards and its backward ended, as far as they have.
         peak: the most bytes in use in it, as far as it was read.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether an evaluation has followed, a forward without gradients after the optimizer's step.
     """
 
+    first: int
     size: int
+    expected: int
+    is_first: bool
     begin: int
-    stored: int
-    kept: int
-    waited: tuple[float, float]
-    moved: int
+    others: int
+    before: SavedReport
     started: tuple[float, Moment | None]
     forward_end: Moment | None = None
     backward_end: Moment | None = None
     peak: int = 0
     has_stepped: bool = False
     is_over: bool = False
+
+    def goes_on(self, saved: SavedReport) -> bool:
+        """Whether a forward that begins now belongs to this round, by what was done with saved tensors until now."""
+        return not self.has_stepped and saved.held > self.before.held
+
+    def has_backward(self, saved: SavedReport) -> bool:
+        """Whether a backward has read what the round has stored."""
+        return saved.loaded > self.before.loaded or saved.stored == self.before.stored
 
 
 class Fitted(Attachment):
@@ -220,12 +240,15 @@ class Fitted(Attachment):
         self._near = cast(OnDevice, tiers[0].stores[0]).budget
         self._near.set_limit(0)
         self._memory = _Memory(device)
-        # By size, and by the bytes that a round stored: what it needed beside saved tensors and what lay there before.
-        self._needs: dict[int, dict[int, int]] = {}
+        # What a round needed beside saved tensors and what lay there before, and what other attachments could keep
+        # then: by its size and whether it was the first after a step, and by the bytes that it stored, which are
+        # negative if it had no backward.
+        self._needs: dict[tuple[int, bool], dict[int, tuple[int, int]]] = {}
+        self._totals: dict[int, int] = {}  # by the size of a round's first forward: the most that a round had
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
-        # By size: what rounds that came too near to the budget needed. It holds when a later round needs less.
-        self._least: dict[int, int] = {}
+        # What rounds that came too near to the budget needed. It holds when a later round needs less.
+        self._least: dict[tuple[int, bool], int] = {}
         self._watch = Stopwatch(device)
         self._again = ComputedAgain(self._watch)
         self._busy = math.inf
@@ -233,6 +256,8 @@ class Fitted(Attachment):
         self._has_warned = False
         for part in parts:
             part._limit_drops(self._again.droppable)
+        _at_work.add(self)
+        self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
         after = model.register_forward_hook(UncopiedHook(self._after_forward), always_call=True)
         self.on_remove(after.remove)
@@ -256,7 +281,7 @@ class Fitted(Attachment):
 
     def state_dict(self) -> dict[str, Any]:
         """What this attachment has learnt. A new attachment that loads it need not move every saved tensor at first."""
-        needs = {size: dict(needs) for size, needs in self._needs.items()}
+        needs = {which: dict(needs) for which, needs in self._needs.items()}
         layers = {**self._known, **self._again.layers.known}
         return {"needs": needs, "least": dict(self._least), "again": self._again.state_dict(), "layers": layers}
 
@@ -267,46 +292,74 @@ class Fitted(Attachment):
             UsageError: when ``state`` is no such state.
         """
         check_state(state, *STATE)
-        self._needs = {size: dict(needs) for size, needs in state["needs"].items()}
+        self._needs = {which: dict(needs) for which, needs in state["needs"].items()}
         self._least = dict(state["least"])
         self._again.load_state_dict(state["again"])
         self._known = dict(state["layers"])
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Learn from the last round, and start one; an evaluation only ends the last round."""
+        """Go on with the round, or learn from it and start another one; an evaluation only ends it."""
+        for each in self._others():
+            each._read_peak()  # before it is reset
         self._read_peak()
         if not torch.is_grad_enabled():
             if self._round is not None:
                 self._round.is_over = self._round.has_stepped
             return
-        saved = self._saved()
-        kept = saved.kept - sum(saved.kept_by.get(reason, 0) for reason in _WEIGHTS)
-        if (last := self._round) is not None:
-            self._learn(last, saved.stored - last.stored, kept - last.kept, self._measure(last, saved))
+        saved, size, last = self._saved(), _elements((args, kwargs)), self._round
+        if last is not None and last.goes_on(saved):
+            last.size += size
+            if last.size > last.expected:
+                last.expected = last.size
+                self._allow(last, saved, is_going_on=True)
+        else:
+            if last is None:
+                self._begin(module)
+            else:
+                self._learn(last, saved)
+            self._start(size, saved)
+        self._again.layers.switch_off(self._again.off)
+
+    def _begin(self, module: nn.Module) -> None:
+        """What is known at the first forward: an engine may have come since the attachment."""
         if not self._budget:
             self._budget = self._memory.free()
-        if self._round is None:  # an engine may have come since the attachment
-            names = [name for part in self._parts for name in part.names]
-            self._again.layers = CheckpointedLayers(module, names, self._known, self._watch)
-            self.on_remove(self._again.layers.remove)
-        begin, size = self._memory.in_use(), _elements((args, kwargs))
-        self._near.set_limit(limit := self._limit(begin, size))
-        for tiers in self._tiers:
-            tiers.most.clear()
+        names = [name for part in self._parts for name in part.names]
+        self._again.layers = CheckpointedLayers(module, names, self._known, self._watch)
+        self.on_remove(self._again.layers.remove)
+
+    def _start(self, size: int, saved: SavedReport) -> None:
+        """Start a round whose first forward has inputs of this size."""
+        last = self._round
+        is_first = last is None or last.has_stepped or (last.is_first and not last.has_backward(saved))
+        expected, others = max(size, self._totals.get(size, 0)), sum(each._near.limit or 0 for each in self._others())
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
         self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
-        if self._again.choose(size, limit, self._rates(size, saved)):
-            self._near.set_limit(limit // 2)
-        self._again.layers.switch_off(self._again.off)
-        waited, started = (saved.pack_seconds, saved.unpack_seconds), (time.perf_counter(), self._watch.now())
-        self._round = _Round(size, begin, saved.stored, kept, waited, saved.moved, started)
+        started = time.perf_counter(), self._watch.now()
+        self._round = _Round(size, size, expected, is_first, self._memory.in_use(), others, saved, started)
+        for tiers in self._tiers:
+            tiers.most.clear()
+        self._allow(self._round, saved)
         self._memory.reset_peak()
+
+    def _allow(self, round_: _Round, saved: SavedReport, is_going_on: bool = False) -> None:
+        """Set the limit for a round, and what is computed again. Within a round the limit only shrinks."""
+        size, last = round_.expected, self._near.limit or 0
+        limit = self._limit(round_)
+        limit = min(limit, last) if is_going_on else limit
+        self._near.set_limit(limit)
+        if self._again.choose(size, limit, self._rates(size, saved), is_going_on):
+            self._near.set_limit(limit // 2)
+
+    def _others(self) -> list[Fitted]:
+        """The other attachments with a budget of the same device, in this process."""
+        return [each for each in _at_work if each is not self and each._device == self._device]
 
     def _after_forward(self, *_: Any) -> None:
         """Leave the model as its user made it, also after an error in forward."""
         self._again.layers.switch_on()
         self._read_peak()
-        if self._round is not None and self._round.forward_end is None:
+        if self._round is not None and torch.is_grad_enabled():
             self._round.forward_end = self._watch.now()
 
     def _before_step(self, *_: Any) -> None:
@@ -335,7 +388,8 @@ class Fitted(Attachment):
 
     def _measure(self, last: _Round, saved: SavedReport) -> float:
         """Note how long the parts of the round took. Returns the seconds of the round by the host's clock."""
-        packing, unpacking = saved.pack_seconds - last.waited[0], saved.unpack_seconds - last.waited[1]
+        packing = saved.pack_seconds - last.before.pack_seconds
+        unpacking = saved.unpack_seconds - last.before.unpack_seconds
         if last.forward_end is not None:
             (_, begin), middle = last.started, last.forward_end
             end = self._watch.now() if last.backward_end is None else last.backward_end
@@ -344,7 +398,7 @@ class Fitted(Attachment):
             self._watch.add(f"forward {last.size}", 1, begin, middle)
             self._watch.add(f"backward {last.size}", 1, middle, end)
         self._watch.read()
-        moved = saved.moved - last.moved
+        moved = saved.moved - last.before.moved
         if moved and self._device.type == "cpu" and (rates := self._rates(last.size, saved)) is not None:
             waits = replace(rates, busy=0.0).moving(moved)
             self._busy = min(self._busy, max(0.0, packing + unpacking - waits) / moved)
@@ -359,46 +413,66 @@ class Fitted(Attachment):
         out, back = (sum(getattr(tier, f"{name}_seconds") for tier in saved.tiers) for name in ("write", "read"))
         return Rates(forward, backward, out / written, back / read, 0.0 if math.isinf(self._busy) else self._busy)
 
-    def _learn(self, last: _Round, stored: int, kept: int, seconds: float) -> None:
-        """Note what the round needed beside saved tensors, of which it stored and kept so many bytes, and its seconds.
+    def _learn(self, last: _Round, saved: SavedReport) -> None:
+        """Note what the round needed beside saved tensors, and its seconds.
 
         Raises:
             UsageError: when it needed more than the budget although every saved tensor was moved.
         """
-        self._rounds, self._peak = self._rounds + 1, (peak := last.peak)
-        if peak > self._budget and not self._near.limit:
+        self._rounds, self._peak, limit = self._rounds + 1, (peak := last.peak), self._near.limit or 0
+        if peak > self._budget and not limit:
             raise UsageError(
                 f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
                 "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
             )
-        self._missing = max(0, stored - (self._near.limit or 0))
+        stored, kept = saved.stored - last.before.stored, _kept(saved) - _kept(last.before)
         # On the CPU what is on its way does not count.
         most = max(self._near.of(self._device).most, *(tiers.most.get(self._device, 0) for tiers in self._tiers))
-        needed = max(0, peak - last.begin - most)
-        needed += self._again.learn(last.size, stored + kept, needed, self._missing, seconds)
-        needs = self._needs.setdefault(last.size, {})
+        needed = max(0, peak - last.begin - min(most, limit))
+        which = last.expected, last.is_first
+        if last.has_backward(saved):
+            self._totals[last.first] = max(last.size, self._totals.get(last.first, 0))
+            self._missing = max(0, stored - limit)
+            seconds = self._measure(last, saved) if last.is_first else None
+            needed += self._again.learn(last.size, stored + kept, needed, self._missing, seconds)
+            which = last.size, last.is_first
+        else:
+            stored = -stored  # what the same forward needs with a backward is another figure
+        needs = self._needs.setdefault(which, {})
         if peak > self._budget * (1 - _MARGIN):
-            self._least[last.size] = max(needed, self._least.get(last.size, 0))
+            self._least[which] = max(needed, self._least.get(which, 0))
         needs.pop(stored, None)  # the newest one is the last of the dict
-        needs[stored] = needed
+        needs[stored] = needed, last.others
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
 
-    def _limit(self, begin: int, size: int) -> int:
-        """Bytes of saved tensors that may stay in a round of inputs of ``size``."""
+    def _limit(self, round_: _Round) -> int:
+        """Bytes of saved tensors that may stay in a round."""
         largest = max(tiers.largest.get(self._device, 0) for tiers in self._tiers)
         uneven = max(largest, min(2 * largest, _UNEVEN * self._budget))
-        found = max(0.0, self._budget * (1 - _MARGIN) - uneven - begin - self._needed(size))
+        found = max(0.0, self._budget * (1 - _MARGIN) - uneven - round_.begin - self._needed(round_))
         last, growth = self._near.limit or 0, _GROWTH_CPU if self._device.type == "cpu" else _GROWTH
         return int(found if found < last else last + growth * (found - last))
 
-    def _needed(self, size: int) -> float:
+    def _needed(self, round_: _Round) -> float:
         """Bytes that a round needs beside saved tensors and what lies there; infinite if nothing is known."""
-        if not self._needs:
+        is_first = round_.is_first or not any(not first for _, first in self._needs)  # the first after a step need more
+        sizes = [size for size, first in self._needs if first is is_first]
+        if not sizes:
             return math.inf
-        like, growth = nearest_size(size, self._needs)
-        return max(*self._needs[like].values(), self._least.get(like, 0)) * growth
+        like, growth = nearest_size(round_.expected, sizes)
+        needs = self._needs[like, is_first].values()
+        most = max(needed + max(0, round_.others - others) for needed, others in needs)
+        return max(most, self._least.get((like, is_first), 0)) * growth
+
+
+_at_work: weakref.WeakSet[Fitted] = weakref.WeakSet()
+
+
+def _kept(saved: SavedReport) -> int:
+    """Bytes of saved tensors, other than weights, that stayed in memory, the small ones."""
+    return saved.kept - sum(saved.kept_by.get(reason, 0) for reason in _WEIGHTS)
 
 
 def _elements(values: Any) -> int:
