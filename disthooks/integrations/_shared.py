@@ -6,7 +6,8 @@
 # with another number of registered objects: a checkpoint that was made with disthooks could not be loaded without it,
 # and the reverse (docs/decisions.md, 67). A checkpoint without the file gives a warning, and rules begin anew.
 # What `fit` has learnt is another one on each rank, so each rank writes a file of its own, and reads it if there are as
-# many ranks as before. Otherwise `fit` learns again, in the first steps.
+# many ranks as before. Otherwise each rank reads the file of rank 0: what it says of layers and of Recompute holds on
+# every rank, and what a step needs beside saved tensors does not, so `fit` learns that again.
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import attach
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
-from disthooks.saved.fit import Fitted
+from disthooks.saved.fit import Fitted, portable
 
 
 def framework(module: str, wanted_by: str, install: str) -> Any:
@@ -89,16 +90,17 @@ def save_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None
 
 
 def load_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:
-    """Load what :func:`save_fit` has written on this rank, if there were as many ranks."""
-    file = _fit_file(folder, i)
+    """Load what :func:`save_fit` has written. See [Note: state beside a framework's checkpoint]."""
+    mine = _fit_file(folder, i)
+    file = mine if mine.exists() else _fit_file(folder, i, rank=0)
     if file.exists():
         found = torch.load(file, map_location="cpu", weights_only=True)
-        if found["ranks"] == len(world_ranks()):
-            fitted.load_state_dict(found["fit"])
+        is_own = file == mine and found["ranks"] == len(world_ranks())
+        fitted.load_state_dict(found["fit"] if is_own else portable(found["fit"]))
 
 
-def _fit_file(folder: str | os.PathLike[str], i: int) -> pathlib.Path:
-    return pathlib.Path(folder, f"disthooks_fit_{i}_rank_{global_rank()}.pt")
+def _fit_file(folder: str | os.PathLike[str], i: int, rank: int | None = None) -> pathlib.Path:
+    return pathlib.Path(folder, f"disthooks_fit_{i}_rank_{global_rank() if rank is None else rank}.pt")
 
 
 def file_in(folder: str | os.PathLike[str], i: int) -> pathlib.Path:

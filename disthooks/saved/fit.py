@@ -539,6 +539,15 @@ def fit(
     return fitted
 
 
+def portable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a state of :class:`Fitted` that holds on another rank, and with another number of ranks.
+
+    >>> portable({"needs": {(8, True): {64: (32, 0)}}, "least": {}, "again": {}, "layers": {"0": True}})
+    {'needs': {}, 'least': {}, 'again': {}, 'layers': {'0': True}}
+    """
+    return {**state, "needs": {}, "least": {}}
+
+
 def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> tuple[int | None, torch.device]:
     """The bytes of ``budget``, None for "free", and the device of that memory; the errors are those of :func:`fit`."""
     most, device = None if budget == FREE else parse_bytes(budget, "budget"), _device_of(model)

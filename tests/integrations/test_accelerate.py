@@ -16,13 +16,14 @@ from torch import nn
 import disthooks as dh
 from disthooks import memory
 from disthooks.errors import AttachError, ConfigError, UsageError
-from tests.support.accelerated import ENGINES, LIMIT, accelerator, llama, step, told, weights
+from tests.support.accelerated import ENGINES, LIMIT, accelerator, llama, step, tokens, told, weights
 from tests.support.ranks.harness import Ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from disthooks.integrations import accelerate as integration
+from disthooks.integrations._shared import load_fit
 
 STEPS = 3
 LAYERS = "model.layers.*"
@@ -412,3 +413,13 @@ def test_what_fit_has_learnt_is_in_the_checkpoint(ranks: Ranks, tmp_path: pathli
         assert same
         assert files == ["disthooks_fit_0_rank_0.pt", "disthooks_fit_0_rank_1.pt"]
         assert limit > 0, "the first step after the restart moves no more than it has to"
+    # One rank goes on where two were.
+    model, mine = llama(), tmp_path / "disthooks_fit_0_rank_0.pt"
+    with dh.fit(model, "8 GiB", dh.OnDisk(str(tmp_path)), modules=LAYERS) as fitted:
+        load_fit(fitted, tmp_path)
+        state, written = fitted.state_dict(), torch.load(mine, weights_only=True)["fit"]
+        assert (state["again"], state["layers"]) == (written["again"], written["layers"])
+        assert state["again"]
+        assert not state["needs"]
+        model(**{name: x[:2] for name, x in tokens(0, 0).items()}).loss.backward()
+        assert fitted.report().saved.moved == fitted.report().saved.stored > 0
