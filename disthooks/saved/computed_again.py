@@ -118,6 +118,7 @@ class ComputedAgain:
         layers: those whose checkpoints can be switched off.
         off: how many of their checkpoints are off in the round that is under way, from the last layer on.
         nbytes: bytes that the last round has computed again, as far as is known.
+        kinds: what that was, and how long it took; NaN if that was not measured.
         outlook: what another budget would change; None while no seconds are known.
 
     >>> again = ComputedAgain()
@@ -136,6 +137,7 @@ class ComputedAgain:
         self.droppable, self.layers, self.nbytes = Droppable(watch=watch), CheckpointedLayers(None, ()), 0
         self.off = 0
         self.outlook: Outlook | None = None
+        self.kinds: tuple[Kind, ...] = ()
         self._is_all = True  # whether Recompute may drop all that it can in the round that is under way
         self._sizes: dict[int, _Size] = {}
         self._steps: dict[int, _Steps] = {}
@@ -277,8 +279,16 @@ class ComputedAgain:
             known.saved = saved
         if seconds is not None:
             self._steps.setdefault(size, _Steps()).add(seconds, everything - off * known.layer)
-        if known.is_measured:
-            self.nbytes += known.layer * (len(self.layers) - off)
+        amounts = [(name, name, nbytes, nbytes) for name, nbytes in dropped.items()]
+        if known.is_measured and (on := len(self.layers) - off):
+            amounts.append((_LAYERS, LAYER, on * known.layer, on))
+            self.nbytes += on * known.layer
+        watch = self.droppable.watch
+        paces = [None if watch is None else watch.pace(part) for _, part, _, _ in amounts]
+        self.kinds = tuple(
+            Kind(name, nbytes, math.nan if pace is None else pace * amount)
+            for (name, _, nbytes, amount), pace in zip(amounts, paces, strict=True)
+        )
         return known.layer if off else 0
 
 

@@ -54,10 +54,11 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
-from disthooks.saved.computed_again import ComputedAgain, Outlook, nearest_size
+from disthooks.saved.computed_again import ComputedAgain, nearest_size
 from disthooks.saved.cost import Rates
+from disthooks.saved.fit_report import FitReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
-from disthooks.saved.report import SavedReport
+from disthooks.saved.report import SavedReport, SiteReport
 from disthooks.saved.stopwatch import Moment, Stopwatch
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.host import container_memory, node_memory
@@ -80,64 +81,6 @@ _WEIGHTS = ("parameter", "buffer")
 STATE = ("needs", "least", "again", "layers")
 #: The budget that is found at the first forward.
 FREE = "free"
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """What :func:`fit` has found so far, on this rank.
-
-    Attributes:
-        budget: the bytes that were promised; 0 before the first forward if it is what is free then.
-        device: of the memory that is counted.
-        rounds: how many forwards with gradients on have been measured.
-        peak: the most bytes in use in the last of them; 0 before the first.
-        limit: how many bytes of saved tensors stay on the device in the round that is under way.
-        missing: about how many bytes more of the budget would have kept all saved tensors there in the last round.
-        again: about how many bytes it has computed again: layers with a checkpoint, as far as :func:`fit` has switched
-            one off and knows what it saves, and what ``Recompute`` dropped.
-        checkpoints: how many layers of the model are checkpointed so that :func:`fit` can switch their checkpoints off.
-        checkpoints_off: how many of these checkpoints are off in the round that is under way.
-        outlook: what some bytes more or less would change in the time of a step; None while that was not measured.
-        saved: what was done with the saved tensors.
-
-    >>> from disthooks.saved.counters import Counters
-    >>> saved = Counters().report(OnCpu())
-    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, 0, 0, 0, None, saved)
-    >>> print(str(found).splitlines()[0])
-    cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay, and 9.0 GiB move
-    >>> print(str(replace(found, outlook=Outlook(4 << 30, 0.04, 0.06))).splitlines()[1])
-      4.0 GiB more: 4% faster; as much less: 6% slower
-    """
-
-    budget: int
-    device: torch.device
-    rounds: int
-    peak: int
-    limit: int
-    missing: int
-    again: int
-    checkpoints: int
-    checkpoints_off: int
-    outlook: Outlook | None
-    saved: SavedReport
-
-    def __str__(self) -> str:
-        used = "not measured yet"
-        if self.rounds:
-            used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds"
-        again = f", and {format_bytes(self.again)} are computed again" if self.again else ""
-        layers = f"; {self.checkpoints_off} of {self.checkpoints} checkpoints are off" if self.checkpoints else ""
-        moves = f"{'' if again else 'and '}{format_bytes(self.missing)} move"
-        return (
-            f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
-            f"tensors stay, {moves}{again}{layers}{self._outlook()}\n{self.saved}"
-        )
-
-    def _outlook(self) -> str:
-        if self.outlook is None:
-            return ""
-        other, faster, slower = self.outlook
-        return f"\n  {format_bytes(other)} more: {100 * faster:.0f}% faster; as much less: {100 * slower:.0f}% slower"
 
 
 class _Memory:
@@ -247,6 +190,7 @@ class Fitted(Attachment):
         self._totals: dict[int, int] = {}  # by the size of a round's first forward: the most that a round had
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
+        self._sites: dict[str, SiteReport] = {}
         # What rounds that came too near to the budget needed. It holds when a later round needs less.
         self._least: dict[tuple[int, bool], int] = {}
         self._watch = Stopwatch(device)
@@ -273,7 +217,8 @@ class Fitted(Attachment):
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
         limit, layers = self._near.limit or 0, self._again.layers
         found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._again.nbytes)
-        return FitReport(*found, len(layers), self._again.off, self._again.outlook, self._saved())
+        again = len(layers), self._again.off, self._again.outlook, self._again.kinds
+        return FitReport(*found, *again, self._sites, self._saved())
 
     def _saved(self) -> SavedReport:
         """What was done with the saved tensors since the attachments were made."""
@@ -434,6 +379,7 @@ class Fitted(Attachment):
         if last.has_backward(saved):
             self._totals[last.first] = max(last.size, self._totals.get(last.first, 0))
             self._missing = max(0, stored - limit)
+            self._sites = saved.sites_since(last.before)
             seconds = self._measure(last, saved) if last.is_first else None
             needed += self._again.learn(last.size, stored + kept, needed, self._missing, seconds)
             which = last.size, last.is_first

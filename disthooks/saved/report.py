@@ -62,6 +62,10 @@ class SiteReport:
         """
         return SiteReport(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
+    def __sub__(self, before: SiteReport) -> SiteReport:
+        """Each figure, since ``before``."""
+        return SiteReport(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
+
 
 def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) -> dict[str, SiteReport]:
     """Fill in ``copy_seconds`` of ``sites``: the time of the store, in proportion to the bytes of each module.
@@ -176,6 +180,10 @@ class SavedReport:
             else:
                 summed[name] = mine + theirs
         return SavedReport(**summed)
+
+    def sites_since(self, before: SavedReport) -> dict[str, SiteReport]:
+        """The figures of each module since ``before``, a report of the same attachments."""
+        return {name: site - before.sites.get(name, SiteReport()) for name, site in self.sites.items()}
 
     def __str__(self) -> str:
         why = ", ".join(f"{reason} {format_bytes(count)}" for reason, count in sorted(self.kept_by.items()))

@@ -443,13 +443,26 @@ def test_what_was_learnt_is_saved_and_restored(device: torch.device, free: dict[
 
 def test_the_report_says_what_was_promised_and_measured(device: torch.device) -> None:
     run = Run("decoder", device)
-    with dh.fit(run.model, "32 MiB") as fitted:
-        for _ in range(3):
+    with dh.fit(run.model, "20 MiB", dh.Recompute(), dh.OnCpu(), modules=["blocks.*", "first", "last"]) as fitted:
+        for _ in range(4):
+            before = fitted.report().saved
             run.step()
     report = fitted.report()
-    assert (report.budget, report.rounds, report.device) == (32 << 20, 2, device)
-    assert str(report).startswith(f"{device}: a budget of 32.0 MiB, ")
+    assert (report.budget, report.rounds, report.device) == (20 << 20, 3, device)
+    assert str(report).startswith(f"{device}: a budget of 20.0 MiB, ")
     assert not list(run.model._forward_pre_hooks.values())
+    # The last step has not been measured yet, and is like the one before.
+    assert next(name for name, site in report.sites.items() if site.moved > site.stored / 2) == "blocks.0"
+    assert report.sites["last"].moved == 0
+    assert sum(site.moved for site in report.sites.values()) == pytest.approx(
+        report.saved.moved - before.moved, rel=0.2
+    )
+    assert sum(kind.nbytes for kind in report.kinds) == report.again > 0
+    assert all(kind.seconds > 0 for kind in report.kinds)
+    second, third, fourth = str(report).splitlines()[1:4]
+    assert second.startswith("  stay: blocks.11 ")
+    assert third.startswith("  move: blocks.0 ")
+    assert fourth.startswith("  computed again: 'blocks.")
 
 
 def test_with_as_many_bytes_as_are_missing_nothing_moves(device: torch.device) -> None:
