@@ -7,22 +7,24 @@ group of tensors that are computed again in the same way: those that the same op
 # [Note: the cheapest mixture]
 # To compute again costs the seconds that were measured, for each kind in proportion to its bytes. To move costs nothing
 # as long as the copies are hidden: what is saved first moves first, so the link has all of forward to send, and all of
-# backward to bring back. Beyond that each byte costs what the link takes for it. Both costs are convex in the number of
-# bytes, so the cheapest mixture computes the cheapest kinds again, in the order of seconds for a byte, up to the point
-# where the next byte is cheaper to move. That point is the end of a kind, or one of the three points where the cost of
-# moving has a corner, so only these are tried.
+# backward to bring back, but for the time of one tensor: a copy begins when its tensor is whole, and is of use when it
+# is done. Beyond that each byte costs what the link takes for it. Both costs are convex in the number of bytes, so the
+# cheapest mixture computes the cheapest kinds again, in the order of seconds for a byte, up to the point where the next
+# byte is cheaper to move. That point is the end of a kind, or one of the three points where the cost of moving has a
+# corner, so only these are tried.
 #
 # A layer is computed again as a whole. So for each number of layers the best of the other kinds is found.
 #
-# tests/unit/saved/test_cost.py tries all mixtures of small tables. That a ``Tiered`` moves tensors nearly as fast as is
-# possible, which the cost of moving takes for granted, is tested on a modelled clock (tests/unit/test_clock.py).
+# tests/unit/saved/test_cost.py tries all mixtures of small tables. tests/unit/saved/test_cost_optimum.py compares the
+# choice for 288 groups with the optimum of an integer program, and these seconds with those of a ``Tiered`` on a
+# modelled clock.
 
 from __future__ import annotations
 
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +53,7 @@ class Rates:
         forward, backward: seconds that the step computes, without what it waits for.
         out, back: seconds that the link takes for a byte, each way.
         busy: seconds that a moved byte keeps the computation from working although its copy is hidden.
+        tensor: bytes of the largest tensor, whose copy is not hidden.
     """
 
     forward: float
@@ -58,6 +61,7 @@ class Rates:
     out: float
     back: float
     busy: float = 0.0
+    tensor: float = 0.0
 
     def moving(self, nbytes: float) -> float:
         """Seconds that a step takes longer because ``nbytes`` move.
@@ -67,13 +71,17 @@ class Rates:
         """
         if nbytes <= 0:
             return 0.0
-        waits = max(0.0, nbytes * self.out - self.forward), max(0.0, nbytes * self.back - self.backward)
+        waits = (max(0.0, nbytes * pace - seconds) for seconds, pace in self._hidden())
         return sum(waits) + nbytes * self.busy
 
     def corners(self) -> tuple[float, ...]:
         """The bytes at which moving begins to cost more."""
-        pairs = (self.forward, self.out), (self.backward, self.back)
-        return (0.0, *(seconds / pace for seconds, pace in pairs if 0 < pace < math.inf))
+        return (0.0, *(seconds / pace for seconds, pace in self._hidden() if 0 < pace < math.inf))
+
+    def _hidden(self) -> Iterator[tuple[float, float]]:
+        """For each way: how many seconds of copies are hidden, and the seconds for a byte."""
+        for seconds, pace in ((self.forward, self.out), (self.backward, self.back)):
+            yield max(0.0, seconds - pace * self.tensor), pace
 
 
 class Mixture(NamedTuple):

@@ -356,7 +356,12 @@ class Fitted(Attachment):
         if forward is None or backward is None or not written or not read:
             return None
         out, back = (sum(getattr(tier, f"{name}_seconds") for tier in saved.tiers) for name in ("write", "read"))
-        return Rates(forward, backward, out / written, back / read, 0.0 if math.isinf(self._busy) else self._busy)
+        busy = 0.0 if math.isinf(self._busy) else self._busy
+        return Rates(forward, backward, out / written, back / read, busy, self._largest())
+
+    def _largest(self) -> int:
+        """Bytes of the largest saved tensor."""
+        return max(tiers.largest.get(self._device, 0) for tiers in self._tiers)
 
     def _learn(self, last: _Round, saved: SavedReport) -> None:
         """Note what the round needed beside saved tensors, and its seconds.
@@ -395,7 +400,7 @@ class Fitted(Attachment):
 
     def _limit(self, round_: _Round) -> int:
         """Bytes of saved tensors that may stay in a round."""
-        largest = max(tiers.largest.get(self._device, 0) for tiers in self._tiers)
+        largest = self._largest()
         uneven = max(largest, min(2 * largest, _UNEVEN * self._budget))
         found = max(0.0, self._budget * (1 - _MARGIN) - uneven - round_.begin - self._needed(round_))
         last, growth = self._near.limit or 0, _GROWTH_CPU if self._device.type == "cpu" else _GROWTH
