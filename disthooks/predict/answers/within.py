@@ -8,7 +8,7 @@
 # searched by halves. The first step counts, too: a store does not know in it what will be saved, so it moves the first
 # saved when its limit is reached, and not from the first put on. The way that adds the least time is the answer. Times
 # are those of the advice: of the operators by a table of devices, and of the transfer as far as it is longer than the
-# step.
+# step, at the speeds that `disthooks env` has measured if they are given.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
-from disthooks.predict.answers.advice import Advice, Candidate, Trial, far_store, keeping
+from disthooks.predict.answers.advice import Advice, Candidate, Speeds, Trial, far_store, keeping
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
 
@@ -33,7 +33,11 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 def plan_within(
-    builder: Builder, explanation: Explanation, budget: int, progress: Callable[[str], None] | None = None
+    builder: Builder,
+    explanation: Explanation,
+    budget: int,
+    progress: Callable[[str], None] | None = None,
+    speeds: Speeds | None = None,
 ) -> Advice | None:
     """The plan of a hooks file with which the step of ``explanation`` needs no more than ``budget`` bytes.
 
@@ -43,7 +47,7 @@ def plan_within(
     if explanation.peak_bytes <= budget:
         return None
     runs: list[Advice] = []
-    trial = Trial(builder, explanation, progress, {}, 0.0)
+    trial = Trial(builder, explanation, progress, {}, 0.0, speeds)
     found = [best for way in _WAYS if (best := _largest(trial, explanation, way, budget, runs)) is not None]
     if not found:
         least = min((each.nbytes for each in runs), default=explanation.peak_bytes)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
+from typing import Any
 
 import typer
 
+from disthooks.errors import UsageError
 from disthooks.run.cli.output import document, line, progress, size
 
 
@@ -20,6 +24,7 @@ def fit(
     world: int = typer.Option(1, min=1, help="The number of ranks."),
     batch: int | None = typer.Option(None, min=1, help="The batch size of one rank."),
     seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
+    measured: str | None = typer.Option(None, help="What `disthooks env --json` has printed: how fast bytes move."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
     """PRINT a hooks file with which one training step of the model stays within a budget, at the least added time.
@@ -30,12 +35,14 @@ def fit(
     with progress(3) as begin:
         begin("importing torch and the model")
         from disthooks._tensors import parse_bytes
+        from disthooks.predict.answers.advice import Speeds
         from disthooks.predict.answers.within import plan_within
         from disthooks.predict.explain import explain as predict
         from disthooks.predict.fake.builder import Builder
         from disthooks.run.cli.workload import find
 
         limit = parse_bytes(budget, "--budget")
+        speeds = None if measured is None else Speeds.of(_measured(measured))
         builder = Builder(find(model), name=model)
         begin("predicting one step")
         said = predict(
@@ -50,7 +57,7 @@ def fit(
             seq=seq,
         )
         begin("trying plans")
-        found = plan_within(builder, said, limit, functools.partial(begin, is_step=False))
+        found = plan_within(builder, said, limit, functools.partial(begin, is_step=False), speeds)
     if as_json:
         plan = None if found is None else found.to_dict()
         document({"model": model, "budget": limit, "peak": said.peak_bytes, "plan": plan})
@@ -63,3 +70,14 @@ def fit(
             line("# This counts tensors. A budget of dh.fit on a CPU counts the whole process, libraries too.")
         for each in found.yaml.rstrip().splitlines():
             line(each)
+
+
+def _measured(file: str) -> dict[str, Any]:
+    """The document in ``file``."""
+    try:
+        found = json.loads(pathlib.Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--measured={file!r}: {error}; give what disthooks env --json has printed") from None
+    if not isinstance(found, dict) or "directories" not in found:
+        raise UsageError(f"--measured={file!r}: it is not what disthooks env --json prints")
+    return found

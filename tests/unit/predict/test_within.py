@@ -11,6 +11,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.predict.answers.advice import Speeds
 from disthooks.predict.answers.fits import fits
 from disthooks.predict.answers.within import plan_within
 from disthooks.predict.explain import as_entries, explain_built
@@ -75,6 +76,25 @@ def test_the_speed_of_a_disk_is_said_to_be_unknown() -> None:
     assert found is not None
     assert "if the disk moves 1 GB/s (its speed is unknown; disthooks env measures it)" in found.text
     assert "memory)" not in found.text
+
+
+def test_the_way_that_is_chosen_depends_on_what_was_measured() -> None:
+    """On a fast disk tensors move; on a slow one more of them are computed again."""
+    builder = Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
+    said = explain_built(builder, Situation(device="cpu", batch=ROWS))
+    texts, titles = [], []
+    for speed in (1e13, 1e8):
+        disk = {"in_memory": False, "write_bytes_per_s": speed, "read_bytes_per_s": speed}
+        slower = disk | {"write_bytes_per_s": speed / 10, "read_bytes_per_s": None}
+        speeds = Speeds.of({"link": None, "directories": [slower, disk, disk | {"in_memory": True}]})
+        assert speeds == Speeds(None, pytest.approx(2 / speed))
+        found = plan_within(builder, said, int(0.7 * said.peak_bytes), speeds=speeds)
+        assert found is not None
+        texts.append(found.text)
+        titles.append(found.title)
+    assert "on the disk, as measured" in texts[0]
+    assert titles[0].startswith("move saved tensors to a disk")
+    assert titles[1].startswith("compute cheap tensors and outputs of linear layers again")
 
 
 def test_a_budget_that_no_plan_keeps_says_what_is_missing() -> None:

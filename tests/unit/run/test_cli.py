@@ -522,6 +522,12 @@ def test_fit_prints_a_file_that_keeps_the_budget(tmp_path: pathlib.Path) -> None
     found = json.loads(run("fit", *options, "--budget", free, "--json").stdout)
     assert (found["budget"], found["peak"], found["plan"]) == (free, free, None)
     assert "no plan keeps 1.0 KiB" in run("fit", *options, "--budget", "1 KiB", code=1).stderr
+    measured = tmp_path / "env.json"
+    measured.write_text(run("env", "--json").stdout)
+    assert run("fit", *options, "--budget", budget, "--measured", measured).stdout.startswith("# ")
+    measured.write_text("{}")
+    wrong = run("fit", *options, "--budget", budget, "--measured", measured, code=1).stderr
+    assert "it is not what disthooks env --json prints" in wrong
 
 
 ARGUMENTS = """
