@@ -114,13 +114,6 @@ def are_joined(found: Sequence[int], expected: Sequence[int]) -> bool:
     return sum(found) == sum(expected) and ends.issuperset(itertools.accumulate(found))
 
 
-@pytest.fixture
-def sim(device: torch.device) -> torch.device:
-    if device.type != "sim":
-        pytest.skip("of the simulated device")
-    return device
-
-
 def test_oncpu_moves_what_its_model_moves_in_the_same_order(sim: torch.device) -> None:
     """In its first step: the model does not learn."""
     tape = layers(8)

@@ -17,13 +17,6 @@ from tests.support.sim import simulated
 N = 4096
 
 
-@pytest.fixture
-def sim(device: torch.device) -> torch.device:
-    if device.type != "sim":
-        pytest.skip("there is a real device")
-    return device
-
-
 def numbers() -> torch.Tensor:
     return torch.arange(N, dtype=torch.float32)
 
@@ -275,16 +268,3 @@ def test_zeros_that_take_no_memory(device: torch.device) -> None:
     """Torch's own, for tangents that are not there: there is nothing to copy from."""
     zeros = torch._efficientzerotensor((2, 3), device=device)
     assert torch.equal((zeros + 1).cpu(), torch.ones(2, 3))
-
-
-def test_copies_are_logged_in_the_order_of_calls(sim: torch.device) -> None:
-    host = torch.empty(N, pin_memory=True)
-    x = torch.ones(N, device=sim)
-    with simulated.copies() as copies:
-        host.copy_(x, non_blocking=True)
-        host[:10].to(sim, non_blocking=True)
-        x[:5].cpu()
-    assert copies == [("to_host_async", 4 * N), ("to_device_async", 40), ("to_host_blocking", 20)]
-    with simulated.copies() as others:
-        pass
-    assert others == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -11,16 +10,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import disthooks as dh
 from tests.support.models import build, identical, step
 from tests.support.sim import simulated
-
-
-@pytest.fixture
-def sim(device: torch.device) -> torch.device:
-    if device.type != "sim":
-        pytest.skip("there is a real device")
-    return device
 
 
 def on_cpu(tensors: list) -> list:
@@ -28,20 +19,17 @@ def on_cpu(tensors: list) -> list:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["transformer", "convolution"])
+@pytest.mark.parametrize("name", ["transformer", "convolution", "recurrent"])
 def test_gradients_are_the_cpus(sim: torch.device, name: str, seed: int) -> None:
     simulated.delays(1e-3 * seed, seed)
     model, x = build(name)
     with sdpa_kernel(SDPBackend.MATH):
         truth = step(copy.deepcopy(model), x)
-        assert identical(on_cpu(step(model.to(sim), x.to(sim))), truth)
-
-
-def test_a_recurrent_model(sim: torch.device) -> None:
-    """Close: torch adds the biases of a cell elsewhere on an accelerator."""
-    model, x = build("recurrent")
-    truth = step(copy.deepcopy(model), x)
-    torch.testing.assert_close(on_cpu(step(model.to(sim), x.to(sim))), truth)
+        found = on_cpu(step(model.to(sim), x.to(sim)))
+    if name == "recurrent":  # torch adds the biases of a cell elsewhere on an accelerator
+        torch.testing.assert_close(found, truth)
+    else:
+        assert identical(found, truth)
 
 
 def trained(name: str, foreach: bool, device: torch.device | str) -> list:
@@ -55,33 +43,10 @@ def trained(name: str, foreach: bool, device: torch.device | str) -> list:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_optimizers(sim: torch.device, name: str, foreach: bool) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert identical(trained(name, foreach, sim), trained(name, foreach, "cpu"))
-
-
-def test_buffers_and_state_dicts(sim: torch.device) -> None:
-    model, x = build("convolution")
-    there = copy.deepcopy(model).to(sim)
-    step(model, x)
-    step(there, x.to(sim))
-    assert identical(on_cpu(list(there.buffers())), list(model.buffers()))
-    again, _ = build("convolution")
-    again.load_state_dict(there.state_dict())
-    assert identical(list(again.state_dict().values()), on_cpu(list(there.state_dict().values())))
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(5, 5), nn.Conv1d(2, 3, 3), nn.LayerNorm(5)])
-def test_gradients_of_gradients(sim: torch.device, layer: nn.Module) -> None:
-    def second(device: torch.device | str) -> list:
-        module = copy.deepcopy(layer).to(device)
-        x = torch.linspace(-1, 1, 20, device=device).view(2, 2, 5).requires_grad_()
-        (grad,) = torch.autograd.grad(module(x).tanh().square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return on_cpu([x.grad, *(p.grad for p in module.parameters() if p.grad is not None)])
-
-    assert identical(second(sim), second("cpu"))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -96,16 +61,6 @@ def test_checkpoint_keeps_the_random_numbers_of_the_device(sim: torch.device, re
     x.grad = None
     checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     assert identical([x.grad], list(truth))
-
-
-def test_autocast(sim: torch.device) -> None:
-    model = nn.Linear(8, 8).to(sim)
-    with torch.autocast("sim", torch.bfloat16):
-        y = model(torch.ones(2, 8, device=sim))
-        assert y.softmax(-1).dtype == torch.float32
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert model.weight.grad.dtype == torch.float32
 
 
 def test_views_and_copies_of_all_kinds(sim: torch.device) -> None:
@@ -131,12 +86,3 @@ def test_nothing_stays_on_the_device(sim: torch.device) -> None:
     assert torch.accelerator.memory_allocated(sim) > before
     del model
     assert torch.accelerator.memory_allocated(sim) == before
-
-
-@pytest.mark.parametrize("name", ["transformer", "convolution", "recurrent"])
-def test_saved_tensor_hooks_on_it(sim: torch.device, name: str) -> None:
-    model, x = build(name)
-    model, x = model.to(sim), x.to(sim)
-    truth = step(model, x)
-    for context in (contextlib.nullcontext(), dh.saving(dh.OnCpu())):
-        assert identical(step(model, x, context), truth)
