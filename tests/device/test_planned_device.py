@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,27 +16,21 @@ import disthooks as dh
 from disthooks.predict.plans.planned import planned
 from disthooks.predict.plans.planned_stores import PlacedBytes
 from disthooks.saved.pipeline import pipeline
+from tests.unit.predict import test_planned
 from tests.unit.predict.test_planned import Adapted, Own, Residual, figures, step
 
 KIB = 1 << 10
 
 
-class Block(nn.Module):
-    """Attention by plain products, which saves the same on every device."""
+class Block(test_planned.Block):
+    """Attention by plain products, which saves the same on every device, and no dropout."""
 
-    def __init__(self, width: int = 64, heads: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = (query @ key.transpose(-1, -2) * 0.25).softmax(-1) @ value
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.silu(self.up(self.norm2(x))))
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return (query @ key.transpose(-1, -2) * 0.25).softmax(-1) @ value
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
@@ -46,15 +39,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "adapted": lambda: (Adapted(), torch.randn(64, 64)),
     "own": lambda: (Own(), torch.randn(64, 64)),
 }
-PIPELINES: dict[str, Callable[[Any], Any]] = {
-    "OnCpu": lambda folder: dh.OnCpu(),
-    "OnDevice": lambda folder: dh.OnDevice(),
-    "OnDisk": lambda folder: pipeline(dh.OnDisk(folder), at_least="4 KiB"),
+
+
+COMMON = ("OnCpu", "OnDevice", "OnDisk", "Recompute products")
+PIPELINES: dict[str, Callable[[Any], Any]] = {name: test_planned.PIPELINES[name] for name in COMMON} | {
     "Cast": lambda folder: pipeline(dh.Cast(torch.bfloat16), dh.OnDevice(), at_least="4 KiB"),
     "Quantize": lambda folder: pipeline(dh.Quantize(8), dh.OnCpu(), at_least="4 KiB"),
     "Compact": lambda folder: pipeline(dh.Compact(), dh.OnCpu(), at_least="4 KiB"),
     "Recompute": lambda folder: pipeline(dh.Recompute(), dh.OnCpu(), at_least="4 KiB"),
-    "Recompute products": lambda folder: pipeline(dh.Recompute(products=1), dh.OnDisk(folder), at_least="4 KiB"),
     "Tiered": lambda folder: pipeline(
         dh.Tiered(dh.OnDevice("600 KiB"), dh.OnCpu("400 KiB"), dh.OnDisk(folder)), at_least="4 KiB"
     ),

@@ -121,7 +121,6 @@ def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
     assert (type(codec).__module__, codec.level) == ("theirs_good", 2)
     assert dh.config.Plan(saves=[("*", pipeline(codec, dh.OnCpu()))]).to_dict() == document
     kind = find_kind("codec", "Same")
-    assert kind is not None
     assert kind.package == "theirs_good"
     with pytest.raises(ConfigError, match=r"'Sam' is no codec; did you mean 'Same'\?"):
         dh.config.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Sam"}], "store": {"kind": "OnCpu"}}]})

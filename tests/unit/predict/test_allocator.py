@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disthooks.predict.hardware.allocator import (
-    Block,
     CachingAllocator,
     events_of,
     round_up,
@@ -21,12 +20,44 @@ from disthooks.predict.recording.record import Allocation, Change, StepRecord
 KiB, MiB = 1 << 10, 1 << 20
 
 
-def births(*sizes: int) -> list[tuple[int, int]]:
+Events = list[tuple[int, int]]
+
+
+def births(*sizes: int) -> Events:
     return list(enumerate(sizes))
 
 
-def free_blocks(allocator: CachingAllocator) -> list[Block]:
-    return [block for pool in (allocator._small, allocator._large) for _, _, block in pool.free]
+def joined(*order: int) -> Events:
+    """80 MiB are cut into four parts, which die in this order, and are wanted again as one."""
+    parts = [(i, 20 * MiB) for i in range(1, 5)]
+    return [(0, 80 * MiB), (0, 0), *parts, *((1 + i, 0) for i in order), (9, 80 * MiB)]
+
+
+#: 79 of 80 MiB are free, and 60 MiB do not fit.
+TRAP = [(0, 80 * MiB), (0, 0), (1, 39 * MiB), (2, 2 * MiB), (3, 39 * MiB), (1, 0), (3, 0), (4, 60 * MiB)]
+TWO_SEGMENTS = [*births(30 * MiB, 30 * MiB), (0, 0), (1, 0), (2, 60 * MiB)]
+SIZES = births(64 * MiB, 32 * MiB, 16 * MiB)
+#: Births and deaths, the limit, and in MiB the most that is allocated and reserved before the end or the limit.
+RULES: dict[str, tuple[Events, int | None, float, float]] = {
+    "nothing needs nothing": ([(0, 0), (0, 0)], 0, 0, 0),
+    "a rest of up to 1 MiB stays in a large block": (births(21 * MiB), None, 22, 22),
+    "a rest of 1.5 MiB is cut from it": (births(41 * MiB // 2), None, 20.5, 22),
+    "a rest of 512 bytes is cut from a small block": (births(MiB - 512, MiB - 512, 512, 512), None, 2, 2),
+    "small requests share a segment": (births(*[1000] * 2048), None, 2, 2),
+    "and begin another one": (births(*[1024] * 2049), None, 2 + 1 / 1024, 4),
+    "a small request never uses a large segment": ([(0, 5 * MiB), (0, 0), (1, MiB)], None, 5, 22),
+    "medium requests are packed into 20 MiB": (births(*[9 * MiB] * 3), None, 27, 40),
+    "the smallest block that is large enough is taken": (
+        [*SIZES, (0, 0), (1, 0), (2, 0), (3, 20 * MiB), (4, 60 * MiB), (5, 16 * MiB)], None, 112, 112,
+    ),
+    "neighbours are joined in order": (joined(0, 1, 2, 3), None, 80, 80),
+    "neighbours are joined in reverse": (joined(3, 2, 1, 0), None, 80, 80),
+    "neighbours are joined on both sides": (joined(0, 2, 1, 3), None, 80, 80),
+    "neighbours of other segments are not joined": (TWO_SEGMENTS, None, 60, 120),
+    "cached segments go back before memory runs out": (TWO_SEGMENTS, 60 * MiB, 60, 60),
+    "a segment that is partly in use does not go back": (TRAP, 140 * MiB, 80, 140),
+    "the limit itself fits": (births(*[20 * MiB] * 4), 80 * MiB, 80, 80),
+}  # fmt: skip
 
 
 # -- one rule each; the sums were made by hand from c10/cuda/CUDACachingAllocator.cpp
@@ -57,43 +88,21 @@ def test_sizes_of_a_first_request(nbytes: int, block: int, segment: int) -> None
     assert report.allocated_peak == (segment if 0 < rest <= MiB and block > MiB else block)
 
 
-def test_a_rest_of_up_to_one_mebibyte_stays_in_a_large_block() -> None:
-    """And ``memory_allocated`` counts it: 22 MiB for 21 MiB, but 20.5 MiB for 20.5 MiB, whose rest is 1.5 MiB."""
-    assert simulate([(0, 21 * MiB)]).allocated_peak == 22 * MiB
-    assert simulate([(0, 41 * MiB // 2)]).allocated_peak == 41 * MiB // 2
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_of_the_allocator(rule: str) -> None:
+    events, limit, allocated, reserved = RULES[rule]
+    report = simulate(events, limit=limit)
+    assert (report.allocated_peak, report.reserved_peak, report.fits) == (allocated * MiB, reserved * MiB, True)
 
 
-def test_a_rest_of_512_bytes_is_cut_from_a_small_block() -> None:
-    allocator = CachingAllocator()
-    for _ in range(2):
-        allocator.allocate(MiB - 512)
-    assert allocator.reserved == 2 * MiB
-    assert [block.size for block in free_blocks(allocator)] == [1024]
-    allocator.allocate(512)
-    assert [block.size for block in free_blocks(allocator)] == [512]
-
-
-def test_small_requests_share_a_segment_and_never_use_a_large_one() -> None:
-    assert simulate(births(*[1000] * 2048)).reserved_peak == 2 * MiB
-    assert simulate(births(*[1000] * 2049)).reserved_peak == 4 * MiB
-    report = simulate([(0, 5 * MiB), (0, 0), (1, MiB)])
-    assert report.reserved_peak == 22 * MiB
-
-
-def test_medium_requests_are_packed_into_20_mebibytes() -> None:
-    assert simulate(births(*[9 * MiB] * 2)).reserved_peak == 20 * MiB
-    assert simulate(births(*[9 * MiB] * 3)).reserved_peak == 40 * MiB
-
-
-def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(size * MiB) for size in (64, 32, 16)]
-    _, middle, small = (block.address for block in blocks)
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.allocate(20 * MiB).address == middle
-    assert allocator.allocate(16 * MiB).address == small
-    assert allocator.reserved == 112 * MiB
+@pytest.mark.parametrize(
+    ("events", "limit", "allocated"),
+    [(births(*[20 * MiB] * 4), 80 * MiB - 1, 60), (TRAP, 100 * MiB, 80)],
+    ids=["a byte too little", "a segment in use"],
+)
+def test_what_does_not_fit_says_what_did(events: Events, limit: int, allocated: int) -> None:
+    report = simulate(events, limit=limit)
+    assert (report.fits, report.allocated_peak) == (False, allocated * MiB)
 
 
 def test_of_two_equal_blocks_the_lower_address_is_taken() -> None:
@@ -102,63 +111,6 @@ def test_of_two_equal_blocks_the_lower_address_is_taken() -> None:
     allocator.free(second)
     allocator.free(first)
     assert allocator.allocate(16 * MiB).address == min(first.address, second.address)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (1, 3, 0, 2)])
-def test_neighbours_are_joined_in_any_order(order: tuple[int, ...]) -> None:
-    allocator = CachingAllocator()
-    whole = allocator.allocate(80 * MiB)
-    address = whole.address
-    allocator.free(whole)
-    parts = [allocator.allocate(20 * MiB) for _ in range(4)]
-    assert free_blocks(allocator) == []
-    for i in order:
-        allocator.free(parts[i])
-    assert [(block.address, block.size) for block in free_blocks(allocator)] == [(address, 80 * MiB)]
-    assert allocator.reserved == 80 * MiB
-
-
-def test_neighbours_of_other_segments_are_not_joined() -> None:
-    events = [*births(30 * MiB, 30 * MiB), (0, 0), (1, 0), (2, 60 * MiB)]
-    assert simulate(events).reserved_peak == 120 * MiB
-
-
-def test_cached_segments_go_back_to_the_driver_before_memory_runs_out() -> None:
-    events = [*births(30 * MiB, 30 * MiB), (0, 0), (1, 0), (2, 60 * MiB)]
-    report = simulate(events, limit=60 * MiB)
-    assert (report.fits, report.reserved_peak) == (True, 60 * MiB)
-
-
-def test_a_segment_that_is_partly_in_use_does_not_go_back() -> None:
-    """The known trap: 79 of 80 MiB are free, and 60 MiB do not fit."""
-    events = [(0, 80 * MiB), (0, 0), (1, 39 * MiB), (2, 2 * MiB), (3, 39 * MiB), (1, 0), (3, 0), (4, 60 * MiB)]
-    report = simulate(events, limit=100 * MiB)
-    assert not report.fits
-    assert report.allocated_peak == report.reserved_peak == 80 * MiB
-    assert simulate(events, limit=140 * MiB).fits
-
-
-def test_the_limit_itself_fits() -> None:
-    assert simulate(births(*[20 * MiB] * 4), limit=80 * MiB).fits
-    report = simulate(births(*[20 * MiB] * 4), limit=80 * MiB - 1)
-    assert (report.fits, report.allocated_peak) == (False, 60 * MiB)
-
-
-def test_a_growing_batch_leaves_slivers() -> None:
-    events, serial = [], 0
-    for batch in range(20, 30):
-        for tensor in range(8):
-            events.append((serial + tensor, (1 + tensor % 2) * batch * MiB))
-        for tensor in range(8):
-            events.append((serial + tensor, 0))
-        serial += 8
-    report = simulate(events)
-    assert report.reserved_peak > 1.5 * report.allocated_peak == 1.5 * 12 * 29 * MiB
-
-
-def test_nothing_is_needed_for_nothing() -> None:
-    report = simulate([(0, 0), (0, 0)], limit=0)
-    assert report == (0, 0, 0, True)
 
 
 def test_a_recorded_step_gives_births_deaths_and_resizes() -> None:

@@ -5,10 +5,11 @@ tests/engines/test_explained.py compares them with real ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -90,20 +91,25 @@ def test_ddp_holds_everything_and_its_buckets(has_views: bool) -> None:
     assert found["step"]["optimizer"] == adam(TOTAL, len(SHAPES))
 
 
-def test_ddp_builds_its_buckets_anew_once() -> None:
+@pytest.mark.parametrize("is_static", [False, True])
+def test_ddp_builds_its_buckets_anew_once(is_static: bool) -> None:
+    """After the first step; with a static graph after the second."""
     cap = 0.02
+    options = {"bucket_cap_mb": cap, "static_graph": is_static}
     with fake_world(WORLD), fake_run():
-        prepared = apply_engine(Decoder(), EngineSpec("ddp", WORLD, options={"bucket_cap_mb": cap}), torch.optim.SGD)
+        prepared = apply_engine(Decoder(), EngineSpec("ddp", WORLD, options=options), torch.optim.SGD)
         sizes = []
-        for _ in range(3):
+        for _ in range(3 + is_static):
             backward(prepared)
             sizes.append([bucket.nbytes for bucket in prepared.buckets()])
             prepared.step()
-    assert sizes[0] == [4 * TOTAL], "one bucket, before the order of the gradients is known"
-    assert sizes[1] == sizes[2]
-    assert sum(sizes[1]) == 4 * TOTAL
-    assert len(sizes[1]) > 1
-    assert all(size >= cap * 2**20 for size in sizes[1][:-1]), "a bucket ends with the gradient that fills it"
+        assert state_bytes(prepared)["communication"] == 4 * TOTAL + 8 * len(SHAPES) * is_static
+    first, later = sizes[: 1 + is_static], sizes[1 + is_static :]
+    assert first == [[4 * TOTAL]] * (1 + is_static), "one bucket, before the order of the gradients is known"
+    assert later[0] == later[1]
+    assert sum(later[0]) == 4 * TOTAL
+    assert len(later[0]) > 1
+    assert all(size >= cap * 2**20 for size in later[0][:-1]), "a bucket ends with the gradient that fills it"
 
 
 def test_ddp_accumulates_into_its_buckets() -> None:
@@ -216,12 +222,6 @@ def test_what_deepspeed_offloads_is_the_hosts(stage: int) -> None:
     assert found["host"] == (state + found["parameters"] if stage == 3 else state)
 
 
-@pytest.mark.second_tier
-def test_another_stage_in_the_configuration_is_refused() -> None:
-    with fake_world(2), fake_run(), pytest.raises(UsageError, match="has stage 3, not 2"):
-        apply_engine(Decoder(), EngineSpec("zero2", 2, options={"zero_optimization": {"stage": 3}}))
-
-
 # ---------------------------------------------------------------------------------------------------- a user's own code
 
 
@@ -236,6 +236,7 @@ def test_a_user_may_call_the_engine() -> None:
             def __exit__(self, *error: object) -> None: ...
 
         world.around_propagation = Told
+        assert DeviceMesh("cpu", [0, 1, 2, 3]).size() == 4
         mesh = init_device_mesh("cpu", (WORLD // 4, 4), mesh_dim_names=("data", "tensor"))
         model = nn.Linear(1024, 8)
         fully_shard(model, mesh=mesh["data"])
@@ -249,13 +250,6 @@ def test_a_user_may_call_the_engine() -> None:
         assert quiet, "the shape of the sum of the whole was computed"
         assert isinstance(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), nn.Module)
         assert isinstance(nn.parallel.DistributedDataParallel(nn.BatchNorm1d(4))(torch.ones(2, 4)), FakeTensor)
-
-
-def test_a_mesh_of_a_fake_tensor_is_refused() -> None:
-    with fake_world(4), fake_run():
-        assert DeviceMesh("cpu", [0, 1, 2, 3]).size() == 4
-        with pytest.raises(UsageError, match="has no ranks"):
-            DeviceMesh("cpu", torch.arange(4))
 
 
 # ---------------------------------------------------------------------------------------------- nothing left afterwards
@@ -304,50 +298,44 @@ def test_an_error_inside_ends_the_world() -> None:
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
-def test_a_second_world_is_refused() -> None:
-    with fake_world(2), pytest.raises(UsageError, match="already rank 0 of 2"), fake_world(4):
-        pass
+def _inside(world: int, run: Callable[[], object], rank: Any = 0) -> object:
+    with fake_world(world, rank), fake_run():
+        return run()
 
 
-@pytest.mark.parametrize("rank", [4, -1, "middle"])
-def test_a_rank_outside_is_refused(rank: Any) -> None:
-    with pytest.raises(UsageError, match="is not in a world of 4 ranks"), fake_world(4, rank):
-        pass
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: _inside(2, lambda: _inside(4, list)), "already rank 0 of 2"),
+    *((functools.partial(_inside, 4, list, rank), "is not in a world of 4 ranks") for rank in (4, -1, "middle")),
+    (lambda: EngineSpec("zero4"), "there is no engine 'zero4'"),
+    (lambda: EngineSpec("hsdp", 12), r"two sizes whose product is 12, not \(1, 8\)"),
+    (lambda: EngineSpec("fsdp2", 8, mesh=(2, 4)), "one dimension"),
+    (lambda: EngineSpec("ddp", dtype=torch.bfloat16), "ddp has no dtype"),
+    (
+        lambda: apply_engine(nn.Linear(2, 2), EngineSpec("ddp", 2)),
+        "needs a process group of as many; there is one of 0",
+    ),
+    (lambda: _inside(4, lambda: apply_engine(nn.Linear(2, 2), EngineSpec("ddp", 2))), "there is one of 4"),
+    (lambda: apply_engine(nn.Linear(2, 2), EngineSpec()).step(), "no optimizer"),
+    (lambda: engines.tensor_plan(nn.Sequential(nn.Linear(2, 2)), None), "has no plan"),
+    (lambda: engines.tensor_plan(nn.Sequential(nn.Linear(2, 2)), {"9": "colwise"}), "'9' matches no module"),
+    (lambda: engines.tensor_plan(nn.Sequential(nn.Linear(2, 2)), {"0": "diagonal"}), "style 'diagonal' of 0"),
+    (lambda: blocks(Mixture(), ("Layer",)), "no module to wrap is a Layer; the classes are Block, Expert"),
+    (lambda: trained(EngineSpec("ddp", 2, options={"mixed_precision": object()})), "mixed precision"),
+    (lambda: _inside(4, lambda: DeviceMesh("cpu", torch.arange(4))), "has no ranks"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"kind": "zero4"}, "there is no engine 'zero4'"),
-        ({"kind": "hsdp", "world": 12}, r"two sizes whose product is 12, not \(1, 8\)"),
-        ({"kind": "fsdp2", "world": 8, "mesh": (2, 4)}, "one dimension"),
-        ({"kind": "ddp", "dtype": torch.bfloat16}, "ddp has no dtype"),
-    ],
-)
-def test_a_wrong_spec_is_refused(given: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("run", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_cannot_be_is_refused(run: Callable[[], object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        EngineSpec(**given)
+        run()
 
 
-def test_an_engine_outside_of_its_world_is_refused() -> None:
-    with pytest.raises(UsageError, match="needs a process group of as many; there is one of 0"):
-        apply_engine(nn.Linear(2, 2), EngineSpec("ddp", 2))
-    with fake_world(4), pytest.raises(UsageError, match="there is one of 4"):
-        apply_engine(nn.Linear(2, 2), EngineSpec("ddp", 2))
-
-
-def test_a_step_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(UsageError, match="no optimizer"):
-        apply_engine(nn.Linear(2, 2), EngineSpec()).step()
-
-
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [(None, "has no plan"), ({"9": "colwise"}, "'9' matches no module"), ({"0": "diagonal"}, "style 'diagonal' of 0")],
-)
-def test_a_wrong_plan_is_refused(plan: Any, text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        engines.tensor_plan(nn.Sequential(nn.Linear(2, 2)), plan)
+@pytest.mark.second_tier
+def test_another_stage_in_the_configuration_is_refused() -> None:
+    spec = EngineSpec("zero2", 2, options={"zero_optimization": {"stage": 3}})
+    with pytest.raises(UsageError, match="has stage 3, not 2"):
+        _inside(2, lambda: apply_engine(Decoder(), spec))
 
 
 # ------------------------------------------------------------------------------------------------ the blocks of a model
@@ -382,11 +370,6 @@ def test_the_model_names_its_blocks() -> None:
     assert block_classes(model) == ("Expert",)
 
 
-def test_a_class_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match="no module to wrap is a Layer; the classes are Block, Expert"):
-        blocks(Mixture(), ("Layer",))
-
-
 def test_units_are_named() -> None:
     for kind in ("fsdp1", "fsdp2"):
         with fake_world(4), fake_run():
@@ -403,26 +386,8 @@ def test_what_dtensor_remembers_of_one_rank_is_not_used_for_another() -> None:
     assert found[0] == found[2]
 
 
-def test_ddp_with_a_static_graph_builds_its_buckets_before_the_third_step() -> None:
-    options = {"static_graph": True, "bucket_cap_mb": 0.02}
-    with fake_world(2), fake_run():
-        prepared = apply_engine(Decoder(), EngineSpec("ddp", 2, options=options), torch.optim.SGD)
-        counts = []
-        for _ in range(3):
-            backward(prepared)
-            counts.append(len(prepared.buckets()))
-            prepared.step()
-        assert state_bytes(prepared)["communication"] == 4 * TOTAL + 8 * len(SHAPES)
-    assert counts[0] == counts[1] == 1 < counts[2]
-
-
 def test_fsdp1_that_offloads_is_explained() -> None:
     from torch.distributed.fsdp import CPUOffload
 
     found = trained(EngineSpec("fsdp1", 4, options={"cpu_offload": CPUOffload(True)}))["backward"]
     assert found["host"] == found["parameters"] + found["gradients"] + found["optimizer"] > 0
-
-
-def test_the_mixed_precision_of_ddp_is_refused() -> None:
-    with pytest.raises(UsageError, match="mixed precision"):
-        trained(EngineSpec("ddp", 2, options={"mixed_precision": object()}))

@@ -50,7 +50,6 @@ class Scores(nn.Module):
 def test_the_largest_batch_is_that_of_the_closed_form() -> None:
     limit = 1 << 22
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, limit)
-    assert found.batch is not None
     largest = max(batch for batch in range(10_000) if mlp_bytes(batch) <= limit)
     assert (found.batch.size, found.batch.nbytes) == (largest, mlp_bytes(largest))
     assert (found.batch.next_size, found.batch.next_nbytes) == (largest + 1, mlp_bytes(largest + 1))
@@ -75,7 +74,6 @@ def test_the_longest_sequence_of_quadratic_memory_is_the_one_that_a_scan_finds()
 
     found = fits(builder, ON_CPU, limit, sizes=["seq"])
     assert found.batch is None
-    assert found.seq is not None
     assert found.seq.size is not None
     assert nbytes(found.seq.size) <= limit < nbytes(found.seq.size + 1)
     assert found.seq.nbytes == nbytes(found.seq.size)
@@ -91,7 +89,6 @@ def test_an_optimizer_that_is_not_counted_is_said(optimizer: Any) -> None:
 def test_nothing_fits() -> None:
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 4 * 64 * WIDE, sizes=["batch"])
     assert not found.does_fit
-    assert found.batch is not None
     assert (found.batch.size, found.batch.nbytes, found.batch.next_size, found.batch.end) == (0, 0, 1, "limit")
     assert "no batch fits, not even 1" in str(found)
 
@@ -99,7 +96,6 @@ def test_nothing_fits() -> None:
 def test_everything_fits_up_to_the_end_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("disthooks.predict.answers.fits.MOST", 1000)
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 40, sizes=["batch"])
-    assert found.batch is not None
     assert (found.batch.size, found.batch.end, found.batch.next_size) == (1000, "most", None)
     assert found.batch.probes == 4  # 8, 16, 256, 1000
     assert found.batch.text.startswith("the largest batch is at least 1000, with")
@@ -115,7 +111,6 @@ def test_a_table_of_positions_is_the_end_of_a_sequence() -> None:
             return self.tokens(ids) + self.wpe(torch.arange(ids.shape[1]))
 
     found = fits(Builder(Learned, (torch.zeros(2, 16, dtype=torch.int64),)), ON_CPU, 1 << 30, sizes=["seq"])
-    assert found.seq is not None
     assert (found.seq.size, found.seq.end, found.seq.next_size) == (96, "refused", 112)
     assert "wpe has 96 positions" in found.seq.text
     assert "at least" not in found.seq.text
@@ -123,7 +118,6 @@ def test_a_table_of_positions_is_the_end_of_a_sequence() -> None:
 
 def test_a_size_that_cannot_be_set_is_said() -> None:
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 30)
-    assert found.seq is not None
     assert found.seq.size is None
     assert found.seq.end == "unset"
     two = Builder(nn.Bilinear(4, 4, 2), (torch.empty(3, 4), torch.empty(3, 4)))
@@ -140,7 +134,6 @@ def test_a_function_that_takes_the_batch_gets_it() -> None:
         return mlp(), torch.empty(batch_size, 64)
 
     found = fits(Builder(build), ON_CPU, 1 << 20, sizes=["batch"])
-    assert found.batch is not None
     assert found.batch.size in seen
     assert found.batch.next_size in seen
 
@@ -149,25 +142,20 @@ def test_a_step_that_is_too_large_comes_down() -> None:
     builder, limit = Builder(mlp(), (torch.empty(4096, 64),)), 1 << 20
     down = fits(builder, ON_CPU, limit, sizes=["batch"]).batch
     up = fits(Builder(mlp(), (torch.empty(1, 64),)), ON_CPU, limit, sizes=["batch"]).batch
-    assert down is not None
-    assert up is not None
     assert down.size == up.size
 
 
 def test_impatience_ends_the_search_and_says_so() -> None:
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 22, sizes=["batch"], patience=0).batch
-    assert found is not None
     assert (found.size, found.end, found.probes) == (8, "patience", 1)
     assert found.text.startswith("the largest batch is at least 8, with")
     none = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1, sizes=["batch"], patience=0).batch
-    assert none is not None
     assert none.text == "no batch that was tried fits; the time of the search was over, so a smaller one may fit"
 
 
 def test_each_step_is_told() -> None:
     lines: list[str] = []
     found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 22, sizes=["batch"], progress=lines.append)
-    assert found.batch is not None
     assert len(lines) == found.batch.probes
     assert lines[-1].startswith(f"batch {found.batch.size + 1}: ")
     assert lines[-1].endswith("too much")
@@ -181,7 +169,6 @@ def test_the_largest_batch_is_the_one_that_bisection_over_real_steps_finds(name:
     model, inputs = zoo.build(name, batch=wanted)
     limit = oracle.measure(model, inputs, tracker=False).peak_bytes + 1000
     found = fits(Builder(zoo.ZOO[name]), situation, limit, sizes=["batch"]).batch
-    assert found is not None
     assert found.size is not None
     assert found.size == oracle.largest_batch(lambda batch: zoo.build(name, batch=batch), limit, most=64)
 
@@ -201,7 +188,6 @@ class Dozens(nn.Module):
 def test_a_model_that_takes_multiples_alone_is_asked_for_multiples_of_what_was_given(start: int) -> None:
     situation = Situation(device="cpu", loss=oracle.loss_of)
     found = fits(Builder(Dozens(), (torch.empty(start, 64),)), situation, 1_000_000, sizes=["batch"]).batch
-    assert found is not None
     assert found.size is not None
     assert (found.size % start, found.next_size, found.end) == (0, found.size + start, "limit")
     peaks = [

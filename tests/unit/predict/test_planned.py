@@ -21,7 +21,7 @@ from disthooks import _hashing
 from disthooks._tensors import bitless
 from disthooks._torch import StorageRef
 from disthooks.config.plan import Plan
-from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
+from disthooks.errors import ConfigError, MatchError, MutationError, StoreError
 from disthooks.predict.plans import planned as planned_module
 from disthooks.predict.plans.planned import planned
 from disthooks.saved.attach import SavingHandle
@@ -50,9 +50,12 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         heads = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        attended = self.attend(*heads)
         x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Decoder(nn.Module):
@@ -160,6 +163,7 @@ PIPELINES: dict[str, Callable[[Any], Any]] = {
     "at_least": lambda folder: pipeline(dh.OnDisk(folder), at_least="100 KiB"),
     "Cast": lambda folder: pipeline(dh.Cast(torch.bfloat16), dh.OnCpu(), at_least="4 KiB"),
     "Cast 8": lambda folder: pipeline(dh.Cast(torch.float8_e4m3fn), dh.OnDisk(folder), at_least="4 KiB"),
+    "Compact bools": lambda folder: pipeline(dh.Compact(floats=False), dh.OnDisk(folder), at_least=0),
     "Quantize": lambda folder: pipeline(dh.Quantize(8), dh.OnDisk(folder), at_least="4 KiB"),
     "Quantize 4": lambda folder: pipeline(dh.Quantize(4), dh.OnCpu(), at_least="4 KiB"),
     "Recompute": lambda folder: pipeline(dh.Recompute(), dh.OnDisk(folder), at_least="4 KiB"),
@@ -242,9 +246,8 @@ def test_a_prediction_is_the_report_of_the_run(
 def test_several_entries_and_patterns(tmp_path: pathlib.Path) -> None:
     entries = [
         ("blocks.0", pipeline(dh.Recompute(), dh.OnDisk(tmp_path))),
-        (["*.mlp", "*.up", "head"], pipeline(dh.Quantize(8), dh.OnCpu(), at_least="4 KiB")),
+        (["blocks.1.*", "head"], pipeline(dh.Quantize(8), dh.OnCpu(), at_least="4 KiB")),
     ]
-    entries[1] = (["blocks.1.*", "head"], entries[1][1])
     with FakeTensorMode():
         model, x = MODELS["decoder"]()
         with planned(model, entries) as found:
@@ -380,13 +383,6 @@ def test_a_codec_whose_size_depends_on_the_data_counts_as_if_it_saved_nothing(
     assert found.unknown == [f"{codec!r}: its size depends on the data; counted as if it saved nothing"]
 
 
-def test_packed_bools_have_the_size_of_the_run(tmp_path: pathlib.Path) -> None:
-    to = pipeline(dh.Compact(floats=False), dh.OnDisk(tmp_path), at_least=0)
-    found = fake("decoder", to)
-    assert figures(found.report()) == figures(real("decoder", to))
-    assert found.unknown == []
-
-
 @dataclasses.dataclass(frozen=True)
 class Largest(Codec):
     """A codec of somebody else that looks at the bits."""
@@ -504,8 +500,6 @@ def test_any_backward_is_predicted(tmp_path: pathlib.Path) -> None:
         with planned(model, [("*", to)]) as found:
             run(model, fake_x)
     assert figures(found.report()) == figures(saving.report())
-    assert x.grad is not None
-    assert fake_x.grad is not None
     assert fake_x.grad.shape == x.grad.shape
     assert fake_x.grad.device == x.grad.device
 
@@ -556,22 +550,6 @@ def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> 
     after = run()
     assert all(torch.equal(one, two) for one, two in zip(before[0], after[0], strict=True))
     assert before[1:] == after[1:]
-
-
-def test_outside_of_a_prediction_fake_tensors_are_left_alone(tmp_path: pathlib.Path) -> None:
-    with FakeTensorMode():
-        model, x = MODELS["decoder"]()
-        with dh.save_activations(model, "*", dh.OnDisk(tmp_path)) as saving:
-            step(model, x, 1)
-    assert saving.report().stored == 0
-    assert saving.report().kept_by["subclass"] > 0
-
-
-def test_errors_are_those_of_disthooks() -> None:
-    with FakeTensorMode():
-        built, _ = MODELS["decoder"]()
-        with pytest.raises(DisthooksError), planned(built, [("*", "disk")]):
-            pass
 
 
 @pytest.mark.parametrize("way", ["OnDevice", "OnDisk", "Tiered"])

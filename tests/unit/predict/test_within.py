@@ -42,7 +42,6 @@ def test_the_plan_keeps_the_budget_and_more_room_costs_no_more() -> None:
     for share in (0.3, 0.5, 0.7, 0.9):
         budget = int(share * said.peak_bytes)
         found = plan_within(builder, said, budget)
-        assert found is not None
         assert found.nbytes <= budget, share
         assert budget - 2 * SAVED < found.nbytes or "go out" not in found.text, share
         again = dh.explain(builder, plan=yaml.safe_load(found.yaml), batch=ROWS)
@@ -64,7 +63,6 @@ def test_the_first_step_is_within_the_budget_too() -> None:
     assert late.peak_bytes <= budget < late.first_bytes
     assert not fits(builder, late.situation, budget, sizes=(), explanation=late).does_fit
     found = plan_within(builder, said, budget)
-    assert found is not None
     again = explain_built(builder, replace(situation, plan=as_entries(yaml.safe_load(found.yaml))))
     assert again.needed_bytes == found.nbytes <= budget
 
@@ -73,7 +71,6 @@ def test_the_speed_of_a_disk_is_said_to_be_unknown() -> None:
     builder = Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
     said = explain_built(builder, Situation(device="cpu", batch=ROWS))
     found = plan_within(builder, said, int(0.9 * said.peak_bytes))
-    assert found is not None
     assert "if the disk moves 1 GB/s (its speed is unknown; disthooks env measures it)" in found.text
     assert "memory)" not in found.text
 

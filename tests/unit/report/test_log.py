@@ -69,7 +69,6 @@ def test_a_log_of_version_one_is_read(tmp_path: pathlib.Path) -> None:
     (run,) = read(file).runs
     assert run.names["param"] == names
     values = values_of(run, "param", "grad_norm")
-    assert values is not None
     assert values.tolist() == [[0, 1], [1, 2], [2, 3]]
 
 
@@ -96,17 +95,14 @@ def test_a_log_that_grows_is_followed(tmp_path: pathlib.Path) -> None:
         found = tail.read()
         written = whole[:end].count(b"\n")
         if written:
-            assert found is not None
             assert found.steps == list(range(max(0, written - 10), written))
             assert len(found.names["param"]) == 4, "the names are in the first line alone"
     growing.write_bytes(whole[: whole.index(b"\n") + 1])  # it was written anew
     found = tail.read()
-    assert found is not None
     assert found.steps == [0]
     with growing.open("a") as file:
         file.write('{"step": 0, "run": "another", "loss": 1.0}\n')
     found = tail.read()
-    assert found is not None
     assert (found.name, found.names["param"]) == ("another", [])
 
 
@@ -121,7 +117,6 @@ def test_a_log_that_grows_is_read_on_from_where_it_was(tmp_path: pathlib.Path, m
     with growing.open("a") as file:
         file.writelines(whole[200:])
     grown = tail.read()
-    assert grown is not None
     assert (len(parsed), grown.steps) == (300, list(range(300)))
 
 

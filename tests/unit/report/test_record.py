@@ -147,7 +147,6 @@ def test_a_file_that_is_packed_is_read(encoding: str, tmp_path: pathlib.Path) ->
     log_of, truth, tail = read(file), read(plain), Tail(file).read()
     assert (log_of.broken, log_of.half) == ({}, False)
     assert log_of.runs[0].records[-1] == truth.runs[0].records[-1]
-    assert tail is not None
     assert tail.steps == log_of.runs[0].steps == list(range(40))
 
 
@@ -157,7 +156,6 @@ def test_text_in_utf_16_is_followed_at_any_byte(tmp_path: pathlib.Path) -> None:
     for end in (*range(2, len(whole), 333), len(whole)):
         file.write_bytes(whole[:end])
         found = tail.read()
-    assert found is not None
     assert (found.steps, tail.broken) == (list(range(10)), 0)
 
 
