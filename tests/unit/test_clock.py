@@ -16,7 +16,7 @@ from tests.support.sim.bound import least_seconds
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Machine, Memory, Policy, Rates, Result, Saved, Tape, largest_limit, replay
 from tests.support.sim.planned import Planned, PlannedTiered
-from tests.support.sim.policies import EverythingOut, NearTheLimit
+from tests.support.sim.policies import EverythingOut
 
 pytestmark = pytest.mark.full_tier
 RATES = Rates(device=100.0, to_host=10.0, to_device=10.0, disk_write=5.0, disk_read=5.0, flops=1000.0, copy_s=0.0)
@@ -84,12 +84,6 @@ def test_streams_events_and_the_host() -> None:
     assert machine.out.busy_within(0.0, 4.0) == 2.0
 
 
-def test_the_host_may_cost_time() -> None:
-    machine = Machine(dataclasses.replace(RATES, host_call_s=3.0))
-    machine.operator(100)
-    assert machine.operator(100).time == 7.0, "the second call comes after 6 s"
-
-
 def test_the_peak_of_memory_is_by_time_and_not_by_order() -> None:
     memory = Memory()
     memory.allocate(10, 0.0)
@@ -99,21 +93,6 @@ def test_the_peak_of_memory_is_by_time_and_not_by_order() -> None:
     memory.allocate(10, 5.0)
     assert memory.peak == 17
     assert memory.live(3.0) == 10
-
-
-def test_nothing_keeps_everything() -> None:
-    result = replay(tape(), Policy(), RATES)
-    assert (result.forward_s, result.backward_s, result.stalled_s) == (4.0, 4.0, 0.0)
-    assert (result.peak, result.held, result.sent) == (45, 40, 0)
-
-
-def test_offload_of_everything_is_as_fast_as_the_link_and_no_faster() -> None:
-    slow = dataclasses.replace(RATES, to_host=5.0, to_device=5.0)  # 2 s for each tensor, which takes 1 s to compute
-    result = replay(tape(8), EverythingOut(in_flight=20), slow)
-    assert result.sent == result.brought == 80
-    assert result.forward_s >= 12.0
-    assert result.backward_s >= 16.0
-    assert result.peak < replay(tape(8), Policy(), slow).peak
 
 
 def test_the_plan_sends_the_first_and_keeps_the_last() -> None:
@@ -127,56 +106,12 @@ def test_the_plan_sends_the_first_and_keeps_the_last() -> None:
         assert each.peak <= 5 + 50 + 10, "the newest tensor is there when it is put"
 
 
-def test_the_link_is_busy_from_the_first_put_on() -> None:
-    slow = dataclasses.replace(RATES, to_host=5.0)  # 2 s for a tensor, which takes 1 s to compute
-    plan = Planned([40, None], group=10)
-    for _ in range(2):
-        replay(tape(8), plan, slow)
-    assert plan.machine.out.spans == [(1.0, 9.0)], "four tensors, from the end of the first operator on, with no gap"
-
-
-def test_backward_asks_from_its_first_read_on_as_soon_as_there_is_room() -> None:
-    plan = Planned([40, None], group=10)
-    for _ in range(2):
-        result = replay(tape(8), plan, RATES)
-    assert result.stalled_s == 0
-    begin = plan.machine.back.spans[0][0]
-    assert begin == result.forward_s + 1.0, "when the first tensor that backward has read is free"
-    assert plan.machine.back.spans == [(begin, begin + 4.0)], "four tensors without a gap"
-
-
 def test_the_plan_waits_rather_than_pass_its_limit() -> None:
     slow = dataclasses.replace(RATES, to_host=1.0)
     plan = Planned([40, None], group=10)
     for result in [replay(tape(8), plan, slow) for _ in range(3)]:
         assert result.stalled_s > 0
         assert result.peak <= 5 + 40 + 10, "the newest tensor is there when it is put"
-
-
-def test_two_lengths_in_turn_have_their_own_plans() -> None:
-    plan, short = Planned([50, None], group=10), tape(6, nbytes=9)
-    sent = [[replay(each, plan, RATES).sent for each in (tape(8), short)] for _ in range(3)]
-    assert sent[1:] == [[30, 9], [30, 9]]
-
-
-def test_a_third_place_gets_what_was_saved_first() -> None:
-    plan = Planned([40, 20, None], group=10)
-    results = [replay(tape(10), plan, RATES) for _ in range(3)]
-    assert [result.written for result in results[1:]] == [40, 40], "ten of 10 bytes less both limits"
-    assert all(result.host_peak <= 20 for result in results)
-    assert all(result.peak <= 5 + 40 + 10 for result in results)
-
-
-def test_a_limit_is_found_for_a_peak() -> None:
-    big = tape(8, 100 << 20, 1.0)
-
-    def steps(limit: int) -> list[Result]:
-        return [replay(big, NearTheLimit(limit))]
-
-    limit = largest_limit(steps, 500 << 20, 2 * big.nbytes)
-    assert limit is not None
-    assert steps(limit)[0].peak <= 500 << 20
-    assert largest_limit(steps, 10, big.nbytes) is None
 
 
 def test_the_host_may_be_what_a_step_waits_for() -> None:
@@ -193,14 +128,6 @@ def test_a_longer_batch_has_more_of_all_but_weights() -> None:
     assert scaled.nbytes == 60
     assert scaled.seconds() == (6.0, 6.0)
     assert scaled.steps[0] == ("rest", 5)
-
-
-def test_what_a_codec_makes_takes_time_and_memory() -> None:
-    coded = tape().coded(lambda saved: dataclasses.replace(saved, stored=2, encode_s=0.5, restore_s=0.25))
-    result = replay(coded, Policy(), RATES)
-    assert (result.forward_s, result.backward_s) == (6.0, 5.0)
-    assert result.held == 8
-    assert result.peak == 5 + 10 + 8
 
 
 def test_a_tape_is_written_and_read(tmp_path: pathlib.Path) -> None:

@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import disthooks as dh
 from disthooks import sinks, stats
 from disthooks.engines.base import Engine
-from disthooks.grads.collectives import from_sortable
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.sinks import local
 from disthooks.grads.stats.base import Found, Local, LocalStats
@@ -30,9 +27,6 @@ from tests.support.engines import close, grads_of, loss_of, make
 from tests.support.rounding import of_norm
 
 CPU = torch.device("cpu")
-# Squares of float32 numbers below 1e-19 vanish, as they do in torch's own norm.
-NUMBERS = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-12 else 0.0)
-SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 
 
 def _local(grads: list[torch.Tensor | None], position: int = 0, world: int = 1) -> Local:
@@ -50,20 +44,6 @@ def layout_of(*measures: Any, parameters: int = 1) -> VectorLayout:
 def _merged(layout: VectorLayout, parts: list[Local]) -> dict[Any, torch.Tensor]:
     sums, peaks = zip(*(layout.pack(part) for part in parts), strict=True)
     return layout.unpack((torch.stack(sums).sum(0), torch.stack(peaks).amax(0)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(NUMBERS | SPECIAL, min_size=1, max_size=40), st.data())
-def test_measures_merge_however_a_tensor_is_split(numbers: list[float], data: st.DataObject) -> None:
-    whole = torch.tensor(numbers)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=3)))
-    parts = [_local([part]) for part in torch.tensor_split(whole, cuts)]
-    found = _merged(layout_of(Power(2.0), Power(1.0), Power(math.inf), NonFiniteCount()), parts)
-    exact = whole.double()
-    assert close(float(found[Power(2.0)]), float(exact.square().sum()), 1e-6)
-    assert close(float(found[Power(1.0)]), float(exact.abs().sum()), 1e-6)
-    assert close(float(from_sortable(found[Power(math.inf)])), float(exact.abs().max()), 1e-6)
-    assert int(found[NonFiniteCount()]) == sum(not math.isfinite(x) for x in numbers)
 
 
 def test_the_first_rank_to_fail() -> None:
@@ -108,27 +88,15 @@ def test_the_ranks_that_failed_in_one_number(world: int) -> None:
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_norms_of_every_size(p: float, dtype: torch.dtype) -> None:
-    for size in (0, 1, 4096, 4097, 5000, 8192):
+    for size in (0, 1, 4096, 4097, 9000):
         grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        grad = grad.view(90, 100).t() if size == 9000 else grad  # not contiguous
         found = Power(p).norm(Power(p).local(_local([grad, None])), dim=0)
         truth = torch.linalg.vector_norm(grad.double(), p) if size else torch.zeros(())
         # One gradient alone is summed by torch: of up to 4,096 elements in float32.
         is_summed_in_float32 = p in (1.0, 2.0) and dtype != torch.float64
         tolerance = of_norm(min(size, 4096), p) if is_summed_in_float32 else 1e-6
         assert close(float(found), float(truth), tolerance), size
-
-
-@pytest.mark.parametrize("size", [10, 8192, 8200])
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_infinity_is_not_made_nan(size: int, p: float) -> None:
-    grad = torch.ones(size)
-    grad[0] = -math.inf
-    assert float(Power(p).norm(Power(p).local(_local([grad])), dim=0)) == math.inf
-
-
-def test_a_gradient_that_is_not_contiguous() -> None:
-    grad = torch.randn(100, 90, generator=torch.Generator().manual_seed(0)).t()
-    assert close(float(Power(2.0).local(_local([grad]))), float(grad.double().square().sum()), 1e-6)
 
 
 # --- sinks
@@ -300,18 +268,6 @@ def test_two_rules_of_a_kind_write_different_names() -> None:
         *("grad_norm_clipped/1", "clip_ratio/1", "grad_norm_clipped/head.*", "clip_ratio/head.*"),
     }
     assert watch.report().rounds == 3
-
-
-def test_frozen_and_unused_parameters() -> None:
-    model = make("plain")
-    model.embed.requires_grad_(False)
-    model.unused = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.NonFinite(), stats.MaxAbs()]) as watch:
-        loss_of(model, 0, "plain").backward()
-        truth = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-    assert close(watch.latest["grad_norm"], float(truth))
 
 
 def test_a_rule_for_some_beside_a_statistic_of_all() -> None:

@@ -20,7 +20,6 @@ from disthooks.report.culprit import Timeline
 from disthooks.report.document import happenings
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
-from disthooks.report.timeline import timeline
 from tests.support.engines import close
 from tests.support.rules import normed
 
@@ -157,22 +156,6 @@ def test_a_spike_is_in_the_log_in_any_case(tmp_path: pathlib.Path) -> None:
     assert [(each["step"], each["text"]) for each in happenings(run, [])] == [
         (7, "The step was a spike, and was skipped.")
     ]
-
-
-@pytest.mark.parametrize("every", [1, 10])
-def test_a_spike_is_said_in_one_sentence(every: int, tmp_path: pathlib.Path) -> None:
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    sinks, rules = [dh.sinks.Jsonl(tmp_path / "run.jsonl")], [dh.SkipNonFinite(), dh.SkipSpike(least=16, loss=False)]
-    with dh.gradients(nn.ParameterList([weight]), optimizer, rules=rules, sinks=sinks, every=every):
-        for step in range(60):
-            weight.grad = torch.tensor(500.0 if step == 40 else 1.0 + 0.1 * (step % 3))
-            optimizer.step()
-    (run,) = read(tmp_path / "run.jsonl").runs
-    told = [text for text in verdict(run, timeline(run)) if "skipped" in text]
-    assert len(told) == 1
-    assert told[0].startswith("Step 40: ")
-    assert told[0].endswith("the step was skipped as a spike.")
 
 
 def test_a_loss_that_nobody_hands_in_is_an_error() -> None:

@@ -361,33 +361,3 @@ def test_a_file_finds_the_accelerator_that_disthooks_was_given() -> None:
         dh.prepare(model, optimizer, config)
     with pytest.raises(UsageError, match="has no trackers, so nothing would be logged"):
         prepare(accelerator, model, optimizer, config)
-
-
-@pytest.mark.second_tier
-def test_accelerate_with_its_own_tensorboard_tracker(tmp_path: pathlib.Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    accelerator = accelerate.Accelerator(log_with="tensorboard", project_dir=str(tmp_path), cpu=True)
-    accelerator.init_trackers("run")
-    norms = _train(sinks.AccelerateTracker(accelerator))
-    accelerator.end_training()
-    assert [value for _, value in _scalars(tmp_path / "run", "gradients/grad_norm")] == pytest.approx(norms, rel=1e-6)
-
-
-# --- from a file
-
-
-def test_a_configuration_file_names_them(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    file = tmp_path / "hooks.yaml"
-    run = os.fspath(tmp_path / "run")
-    file.write_text(
-        "watch:\n  every: 1\n  stats: [{kind: Norm}]\n"
-        f"  sinks: [{{kind: TensorBoard, log_dir: {run}, prefix: train/}}]\n"
-    )
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.config.from_config(file).watch(model, optimizer):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    assert [step for step, _ in _scalars(tmp_path / "run", "train/grad_norm")] == [0]
