@@ -8,29 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
+from tests.support.gated import Gated
 from tests.support.sim import simulated
 
 ROWS, WIDTH, STEPS = 256, 64, 17
 ONE = ROWS * 3 * WIDTH * 4  # bytes of the largest saved tensor
-
-
-class Gated(nn.Module):
-    """LayerNorm, SwiGLU and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.down = nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 @pytest.fixture(params=[None, 40, simulated.FOR_EVER], ids=["in step", "40 behind", "a step behind"])
@@ -77,7 +63,10 @@ def test_no_step_needs_more_memory_than_the_third(
     how: str, check: str, products: int, slack: int, device: torch.device
 ) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[Gated() for _ in range(6)]).to(device), torch.randn(ROWS, WIDTH).to(device)
+    model, x = (
+        nn.Sequential(*[Gated(WIDTH, bias=True) for _ in range(6)]).to(device),
+        torch.randn(ROWS, WIDTH).to(device),
+    )
     without, _ = _peaks(model, x, how, None, 3)
     recompute = dh.Recompute(check=check, products=products)  # type: ignore[arg-type]
     line = pipeline(recompute, dh.OnDevice("1 GiB"), at_least=0)
@@ -95,7 +84,10 @@ def test_no_step_needs_more_memory_than_the_third(
 def test_a_comparison_in_forward_brings_nothing_else_back(device: torch.device) -> None:
     """A tensor that a comparison reads is no sign that backward has begun."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[Gated() for _ in range(12)]).to(device), torch.randn(ROWS, WIDTH).to(device)
+    model, x = (
+        nn.Sequential(*[Gated(WIDTH, bias=True) for _ in range(12)]).to(device),
+        torch.randn(ROWS, WIDTH).to(device),
+    )
     limit, written = 4 * ONE, [0]
     tiers = dh.Tiered(dh.OnDevice(limit), dh.OnCpu())
     with dh.save_activations(model, "", pipeline(dh.Recompute(), tiers, at_least=0)) as saving:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import random
@@ -16,7 +15,6 @@ from tests.support.sim.bound import least_seconds
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Machine, Memory, Policy, Rates, Result, Saved, Tape, largest_limit, replay
 from tests.support.sim.planned import Planned, PlannedTiered
-from tests.support.sim.policies import EverythingOut
 
 pytestmark = pytest.mark.full_tier
 RATES = Rates(device=100.0, to_host=10.0, to_device=10.0, disk_write=5.0, disk_read=5.0, flops=1000.0, copy_s=0.0)
@@ -104,30 +102,6 @@ def test_the_plan_sends_the_first_and_keeps_the_last() -> None:
     for each in (first, result):
         assert (each.forward_s, each.backward_s) == (8.0, 8.0), "1 s a tensor: it is hidden behind the operators"
         assert each.peak <= 5 + 50 + 10, "the newest tensor is there when it is put"
-
-
-def test_the_plan_waits_rather_than_pass_its_limit() -> None:
-    slow = dataclasses.replace(RATES, to_host=1.0)
-    plan = Planned([40, None], group=10)
-    for result in [replay(tape(8), plan, slow) for _ in range(3)]:
-        assert result.stalled_s > 0
-        assert result.peak <= 5 + 40 + 10, "the newest tensor is there when it is put"
-
-
-def test_the_host_may_be_what_a_step_waits_for() -> None:
-    counted = dataclasses.replace(tape(4), about={"operators": [4, 4]})
-    slow = dataclasses.replace(RATES, host_operator_s=1.5, host_tensor_s=0.5)
-    result = replay(counted, EverythingOut(in_flight=20), slow)
-    assert result.host_s == pytest.approx(8 * 1.5 + 8 * 0.5)
-    assert result.step_s == pytest.approx(16.0)
-    assert replay(counted, Policy(), slow).step_s == pytest.approx(12.0)
-
-
-def test_a_longer_batch_has_more_of_all_but_weights() -> None:
-    scaled = tape().scaled(1.5)
-    assert scaled.nbytes == 60
-    assert scaled.seconds() == (6.0, 6.0)
-    assert scaled.steps[0] == ("rest", 5)
 
 
 def test_a_tape_is_written_and_read(tmp_path: pathlib.Path) -> None:

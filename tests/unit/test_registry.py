@@ -41,6 +41,11 @@ class Same(Codec):
 """
 
 
+def saving(*codecs: dict[str, object], store: str = "OnCpu") -> dict[str, object]:
+    """A configuration with these codecs."""
+    return {"save": [{"modules": "*", "codecs": list(codecs), "store": {"kind": store}}]}
+
+
 @pytest.fixture
 def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Puts a package with entry points on ``sys.path``, as pip does."""
@@ -115,7 +120,7 @@ def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
     install("theirs_good", CODEC, "[disthooks.codecs]\nSame = theirs_good:Same\n")
     assert "Same" in kind_names("codec")
     assert "theirs_good" not in sys.modules, "to list names, nothing is imported"
-    document = {"save": [{"modules": "*", "codecs": [{"kind": "Same", "level": 2}], "store": {"kind": "OnCpu"}}]}
+    document = saving({"kind": "Same", "level": 2})
     plan = dh.config.from_config(document)
     (codec,) = plan.saves[0][1].codecs
     assert (type(codec).__module__, codec.level) == ("theirs_good", 2)
@@ -123,11 +128,9 @@ def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
     kind = find_kind("codec", "Same")
     assert kind.package == "theirs_good"
     with pytest.raises(ConfigError, match=r"'Sam' is no codec; did you mean 'Same'\?"):
-        dh.config.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Sam"}], "store": {"kind": "OnCpu"}}]})
+        dh.config.from_config(saving({"kind": "Sam"}))
     with pytest.raises(ConfigError, match=r"levels: Same has no argument 'levels'; did you mean 'level'\?"):
-        dh.config.from_config(
-            {"save": [{"modules": "*", "codecs": [{"kind": "Same", "levels": 2}], "store": {"kind": "OnCpu"}}]}
-        )
+        dh.config.from_config(saving({"kind": "Same", "levels": 2}))
 
 
 def test_the_schema_has_the_kinds_of_packages(install: Callable[..., None]) -> None:
@@ -141,17 +144,16 @@ def test_the_schema_has_the_kinds_of_packages(install: Callable[..., None]) -> N
 
 def test_a_broken_package_is_an_error_when_it_is_used(install: Callable[..., None]) -> None:
     install("theirs_broken", "raise RuntimeError('not today')\n", "[disthooks.codecs]\nBroken = theirs_broken:Broken\n")
-    entry = {"modules": "*", "store": {"kind": "OnCpu"}}
-    assert dh.config.from_config({"save": [{**entry, "codecs": [{"kind": "Compact"}]}]}).saves
+    assert dh.config.from_config(saving({"kind": "Compact"})).saves
     with pytest.raises(ConfigError, match=r"'Broken' is a codec of the .*'theirs_broken', .*not today"):
-        dh.config.from_config({"save": [{**entry, "codecs": [{"kind": "Broken"}]}]})
+        dh.config.from_config(saving({"kind": "Broken"}))
 
 
 def test_two_packages_with_one_name(install: Callable[..., None]) -> None:
     install("theirs_one", CODEC, "[disthooks.codecs]\nSame = theirs_one:Same\n")
     install("theirs_two", CODEC, "[disthooks.codecs]\nSame = theirs_two:Same\n")
     with pytest.raises(ConfigError, match="'Same' is a codec of several packages, theirs_one and theirs_two"):
-        dh.config.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Same"}], "store": {"kind": "OnCpu"}}]})
+        dh.config.from_config(saving({"kind": "Same"}))
 
 
 def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
@@ -170,8 +172,8 @@ def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
 def test_entry_points_are_read_only_for_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(_registry, "_entry_points", lambda noun: asked.append(noun) or ())
-    dh.config.from_config({"save": [{"modules": "*", "store": {"kind": "OnCpu"}}], "watch": {"stats": "standard"}})
+    dh.config.from_config(saving() | {"watch": {"stats": "standard"}})
     assert not asked
     with pytest.raises(ConfigError, match="'OnCup' is no store"):
-        dh.config.from_config({"save": [{"modules": "*", "store": {"kind": "OnCup"}}]})
+        dh.config.from_config(saving(store="OnCup"))
     assert "store" in asked

@@ -50,13 +50,28 @@ def test_a_backward_that_went_wrong_in_a_step_in_which_all_gradients_are_large(t
     assert found == [("backward", 30, "2.0")]
 
 
-def found_in(folder: pathlib.Path, records: list[dict[str, Any]]) -> list[Culprit]:
+def run_of(folder: pathlib.Path, records: list[dict[str, Any]]) -> Any:
     file = folder / "a.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     (run,) = read(file).runs
+    return run
+
+
+def said_of(folder: pathlib.Path, records: list[dict[str, Any]]) -> list[str]:
+    run = run_of(folder, records)
+    return verdict(run, timeline(run))
+
+
+def found_in(folder: pathlib.Path, records: list[dict[str, Any]]) -> list[Culprit]:
+    run = run_of(folder, records)
     found = timeline(run).culprits
     assert ("Nothing stands out" in verdict(run, timeline(run))[0]) == (not found)
     return found
+
+
+def logged(folder: pathlib.Path, steps: int = 40) -> list[dict[str, Any]]:
+    """The records of a training whose outputs jump in step 30 and which ends with gradients that are not finite."""
+    return [json.loads(line) for line in log(folder / "a.jsonl", steps=steps, layers=6).read_text().splitlines()]
 
 
 def test_a_loss_that_is_nan_stands_out(tmp_path: pathlib.Path) -> None:
@@ -97,7 +112,7 @@ def test_a_loss_that_is_nan_with_its_gradients_is_told_once(tmp_path: pathlib.Pa
 
 
 def test_a_loss_that_is_nan_because_an_output_jumped(tmp_path: pathlib.Path) -> None:
-    lines = [json.loads(line) for line in log(tmp_path / "a.jsonl", steps=40, layers=6).read_text().splitlines()]
+    lines = logged(tmp_path)
     lines[30]["loss"] = math.inf
     (found, *_) = found_in(tmp_path, lines)
     assert (found.kind, found.step) == ("forward", 30)
@@ -128,7 +143,7 @@ def test_a_training_whose_loss_alone_is_nan(tmp_path: pathlib.Path) -> None:
 
 def lines_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     """A log of 60 steps of a run without a fault."""
-    lines = [json.loads(line) for line in log(folder / "a.jsonl", steps=60, layers=6).read_text().splitlines()]
+    lines = logged(folder, 60)
     sound = ("nonfinite", "nonfinite_at", "nonfinite_ranks", "grad_norm", "param", "module")
     for line in lines:
         line |= {name: lines[20][name] for name in sound if name in lines[20]}
@@ -144,6 +159,14 @@ def jumped(line: dict[str, Any]) -> dict[str, Any]:
     """The record with outputs of blocks.0.d on rank 1 that are a hundred times larger."""
     largest = [100 * each if place == 3 else each for place, each in enumerate(line["module"]["activation_max"])]
     return line | {"module": line["module"] | {"activation_max": largest}}
+
+
+def differing(lines: list[dict[str, Any]]) -> None:
+    """From step 40 on the copies of a weight differ, by a comparison in each tenth step."""
+    differs = {"replicas/differ": 1, "replicas/names": ["blocks.0.d.weight"], "replicas/ranks": [0, 1]}
+    for at, line in enumerate(lines):
+        line |= {"replicas/compared": 6, "replicas/steps": at // 10 * 10}
+        line |= differs if at >= 40 else {"replicas/differ": 0}
 
 
 def test_a_run_without_a_fault(tmp_path: pathlib.Path) -> None:
@@ -165,10 +188,7 @@ def test_a_nan_that_comes_while_a_jump_lasts_came_of_it(until: int, tmp_path: pa
 
 def test_a_nan_after_copies_began_to_differ_came_of_that(tmp_path: pathlib.Path) -> None:
     lines = lines_of(tmp_path)
-    differs = {"replicas/differ": 1, "replicas/names": ["blocks.0.d.weight"], "replicas/ranks": [0, 1]}
-    for at, line in enumerate(lines):
-        line |= {"replicas/compared": 6, "replicas/steps": at // 10 * 10}
-        line |= differs if at >= 40 else {"replicas/differ": 0}
+    differing(lines)
     lines[34] = jumped(lines[34])
     lines[41] |= NAN
     lines[50] |= {"loss": math.inf}
@@ -184,10 +204,7 @@ def test_a_nan_after_copies_began_to_differ_came_of_that(tmp_path: pathlib.Path)
 def test_a_bad_batch_between_two_comparisons_is_not_what_changed_a_copy(tmp_path: pathlib.Path) -> None:
     """Outputs before the parameter's module jump too, so nothing tells which of two copies is right."""
     lines = lines_of(tmp_path)
-    differs = {"replicas/differ": 1, "replicas/names": ["blocks.0.d.weight"], "replicas/ranks": [0, 1]}
-    for at, line in enumerate(lines):
-        line |= {"replicas/compared": 6, "replicas/steps": at // 10 * 10}
-        line |= differs if at >= 40 else {"replicas/differ": 0}
+    differing(lines)
     largest = [100 * each for each in lines[34]["module"]["activation_max"]]
     lines[34]["module"] = lines[34]["module"] | {"activation_max": largest}
     copies = next(each for each in found_in(tmp_path, lines) if each.kind == "replicas")
@@ -196,24 +213,19 @@ def test_a_bad_batch_between_two_comparisons_is_not_what_changed_a_copy(tmp_path
 
 
 def test_a_step_that_was_skipped_as_a_spike_is_said_once(tmp_path: pathlib.Path) -> None:
-    lines = [json.loads(line) for line in log(tmp_path / "a.jsonl", steps=40, layers=6).read_text().splitlines()]
+    lines = logged(tmp_path)
     for line in lines:
         line["spike"] = line["skipped"] = 0.0
     lines[30] |= {"spike": 1.0, "skipped": 1.0}
-    file = tmp_path / "b.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = read(file).runs
-    said = verdict(run, timeline(run))
+    said = said_of(tmp_path, lines)
     assert [text.count("skipped as a spike") for text in said if "spike" in text] == [1], said
     lines[20] |= {"spike": 1.0, "skipped": 1.0}  # nothing jumped there, so nothing else says it
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = read(file).runs
-    assert "1 step was skipped as a spike, the first at step 20." in verdict(run, timeline(run))
+    assert "1 step was skipped as a spike, the first at step 20." in said_of(tmp_path, lines)
 
 
 def test_a_gradient_that_became_zero_because_an_output_jumped(tmp_path: pathlib.Path) -> None:
     """A large output saturates what comes behind it, so no gradient comes back through it."""
-    lines = [json.loads(line) for line in log(tmp_path / "a.jsonl", steps=40, layers=6).read_text().splitlines()]
+    lines = logged(tmp_path)
     for line in lines[30:38]:
         line["param"]["grad_norm"][0] = 0.0
     (found, *_) = found_in(tmp_path, lines[:38])

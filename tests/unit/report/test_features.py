@@ -171,21 +171,22 @@ def test_a_compiled_module_is_refused() -> None:
     assert seen[""].shape == (5, 2)
 
 
-def test_a_copy_of_the_model_is_not_watched() -> None:
-    model = net()
-    with dh.features(model, "0") as seen:
-        for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
-            twin(torch.randn(5, 3))
-    assert not seen
+def traced(model: nn.Module) -> Any:
+    return dh.trace(model, print=None)
 
 
-def test_nothing_is_kept_alive() -> None:
+@pytest.mark.parametrize("watch", [lambda model: dh.features(model, "0"), traced], ids=["features", "trace"])
+def test_a_copy_of_the_model_is_not_watched_and_nothing_is_kept_alive(watch: Any) -> None:
     model = net()
-    seen = dh.features(model, "0")
-    model(torch.randn(5, 3))
+    seen = watch(model)
+    for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        twin(torch.randn(5, 3)).sum().backward()
+    assert not (seen.events if watch is traced else seen)
+    y = model(torch.randn(5, 3)).sum()
     seen.remove()
     gone = weakref.ref(seen)
     del seen
+    y.backward()
     gc.collect()
     assert gone() is None
 
@@ -264,18 +265,3 @@ def test_what_a_checkpoint_computes_again_is_no_call(reentrant: bool) -> None:
             assert [seen.count(name) for name in ("0", "1")] == [step + 1] * 2
             assert len(seen.calls("1")) == step + 1
             assert torch.equal(seen.calls("1")[-1], returned)
-
-
-@pytest.mark.second_tier
-def test_gradient_checkpointing_of_transformers_counts_once() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
-    )
-    model = transformers.LlamaForCausalLM(config).train()
-    tokens = torch.randint(0, 50, (2, 8))
-    for reentrant in (False, True):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with dh.features(model, "model.layers.*.mlp", "model.layers.*") as seen:
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        assert {seen.count(name) for name in seen} == {1}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import MatchError, UsageError
-from disthooks.report.watch.trace import Trace
+from tests.support.replicas import replicate
 
 
 class Structured(nn.Module):
@@ -229,23 +227,11 @@ def test_a_lazy_model_can_be_traced() -> None:
     assert traced.report().rows[0].shape == (5, 4)
 
 
-def replica_of(module: nn.Module) -> nn.Module:
-    """As torch.nn.parallel.replicate makes it on another device: shallow copies, weights broadcast."""
-    replica: nn.Module = module._replicate_for_data_parallel()
-    for name, child in module._modules.items():
-        replica._modules[name] = child and replica_of(child)
-    weights = {name: weight.clone() for name, weight in module._parameters.items() if weight is not None}
-    for name, weight in weights.items():
-        setattr(replica, name, weight)
-    replica._former_parameters = weights  # type: ignore[assignment]
-    return replica
-
-
 def test_replicas_in_threads() -> None:
     model = plain()
     outputs: list[torch.Tensor] = []
     with dh.trace(model, print=None) as traced:
-        replicas = [replica_of(model) for _ in range(4)]
+        replicas = replicate(model, 4)
         threads = [threading.Thread(target=lambda r=r: outputs.append(r(torch.randn(5, 3)))) for r in replicas]
         for thread in threads:
             thread.start()
@@ -255,26 +241,6 @@ def test_replicas_in_threads() -> None:
     rows = {row.name: row for row in traced.report().rows}
     assert rows[""].calls == 4
     assert rows[""].nbytes == 40
-
-
-def test_a_copy_of_the_model_is_not_traced() -> None:
-    model = plain()
-    with dh.trace(model, print=None) as traced:
-        copy.deepcopy(model)(torch.randn(5, 3)).sum().backward()
-    assert traced.events == []
-
-
-def test_it_keeps_nothing_alive() -> None:
-    model = plain()
-    traced: Trace | None = dh.trace(model, print=None)
-    y = model(torch.randn(5, 3)).sum()
-    traced.remove()
-    gone = weakref.ref(traced)
-    traced = None
-    y.backward()
-    del y
-    gc.collect()
-    assert gone() is None
 
 
 def test_no_value_is_ever_read() -> None:

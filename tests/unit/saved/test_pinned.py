@@ -45,16 +45,6 @@ def test_a_part_is_used_again_once_no_tensor_uses_it() -> None:
     assert tensor(pool, 50 * KiB).data_ptr() == address
 
 
-def test_a_part_serves_other_sizes() -> None:
-    pool = PinnedPool(CPU, pin=False)
-    first, second, third = (tensor(pool, 100 * KiB) for _ in range(3))
-    address = first.data_ptr()
-    del first, second
-    larger = tensor(pool, 190 * KiB)
-    assert larger.data_ptr() == address
-    assert larger.data_ptr() + larger.nbytes <= third.data_ptr()
-
-
 def test_what_is_idle_is_bounded() -> None:
     pool = PinnedPool(CPU, pin=False)
     for n in range(1, 60):

@@ -8,26 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
 from disthooks.errors import MutationError, StoreError, UsageError
 from disthooks.saved.pipeline import pipeline
-
-
-class Mlp(nn.Module):
-    """A decoder's MLP: the input of ``up`` and ``gate`` is computed again, and so are their products."""
-
-    def __init__(self, width: int = 32, bias: bool = False) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.gate, self.up = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, 3 * width, bias=bias)
-        self.down = nn.Linear(3 * width, width, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+from tests.support.gated import Gated
 
 
 def _line(folder: pathlib.Path, products: int = 1, **kwargs: object) -> object:
@@ -52,7 +38,7 @@ def test_gradients_have_the_bits_of_those_without_hooks(
     kind: str, shape: tuple[int, ...], bias: bool, tmp_path: pathlib.Path
 ) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Mlp(bias=bias), Mlp(bias=bias)), torch.randn(shape)
+    model, x = nn.Sequential(Gated(bias=bias), Gated(bias=bias)), torch.randn(shape)
     if kind == "bfloat16":
         model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
     x.requires_grad_()
@@ -124,7 +110,7 @@ def test_no_more_products_than_asked_for(tmp_path: pathlib.Path) -> None:
 
 def test_a_weight_that_changes_without_a_count_is_an_error(tmp_path: pathlib.Path) -> None:
     torch.manual_seed(0)
-    model, x = Mlp(), torch.randn(40, 32, requires_grad=True)
+    model, x = Gated(), torch.randn(40, 32, requires_grad=True)
     with dh.save_activations(model, "", _line(tmp_path)):
         for _ in range(3):
             _grads(model, x)
@@ -136,7 +122,7 @@ def test_a_weight_that_changes_without_a_count_is_an_error(tmp_path: pathlib.Pat
 
 
 def test_a_weight_that_is_changed_is_an_error(tmp_path: pathlib.Path) -> None:
-    model, x = Mlp(), torch.randn(40, 32)  # nobody but Recompute needs the weights of `gate` and `up`
+    model, x = Gated(), torch.randn(40, 32)  # nobody but Recompute needs the weights of `gate` and `up`
     model.norm.requires_grad_(False)
     with dh.save_activations(model, "", _line(tmp_path)) as saving:
         loss = model(x).square().sum()
@@ -149,7 +135,7 @@ def test_a_weight_that_is_changed_is_an_error(tmp_path: pathlib.Path) -> None:
 
 def test_a_weight_that_is_gone_is_an_error_and_one_that_came_back_is_none(tmp_path: pathlib.Path) -> None:
     torch.manual_seed(0)
-    model, x = Mlp(), torch.randn(40, 32, requires_grad=True)
+    model, x = Gated(), torch.randn(40, 32, requires_grad=True)
     truth, weight = _grads(model, x), model.up.weight
     there, storage = weight.detach().clone(), weight.untyped_storage()
     with dh.save_activations(model, "", _line(tmp_path)):
