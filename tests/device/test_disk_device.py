@@ -17,25 +17,10 @@ from disthooks.saved.stores import group_files
 from disthooks.saved.stores.copies import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
+from tests.support.sim.carried import chain, given, gradient
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Gate, Nth, alone, shut, write  # noqa: F401
 from tests.support.threads import together
-
-
-def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
-    for _ in range(length):
-        x = x.sin()
-    return x
-
-
-def truth(x: torch.Tensor, length: int = 12) -> torch.Tensor:
-    (grad,) = torch.autograd.grad(chain(x, length).sum(), x)
-    return grad.cpu()
-
-
-def on(device: torch.device, numel: int = 20_000, seed: int = 0) -> torch.Tensor:
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    return x.to(device).requires_grad_()
 
 
 def clean(store: dh.OnDisk) -> bool:
@@ -82,27 +67,27 @@ def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.devic
     """All of it written and read, and what was handed out is nobody else's."""
     store = dh.OnDisk(tmp_path, in_flight="200 KiB")
     for seed in range(4):
-        x = on(device, 20_000 + 7 * seed, seed)
+        x = given(device, 20_000 + 7 * seed, seed)
         with dh.saving(store, at_least=0):
             y = chain(x)
         store.wait()
         before = store.report()[0]
-        y.sum().backward()
+        y.backward()
         after = store.report()[0]
         assert after.read - before.read == 12 * x.nbytes
-        assert torch.equal(x.grad.cpu(), truth(x))
+        assert torch.equal(x.grad.cpu(), gradient(x).cpu())
     assert after.ahead > 0
     assert clean(store)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_second_backward_reads_again(tmp_path: pathlib.Path, device: torch.device) -> None:
-    store, x = dh.OnDisk(tmp_path), on(device)
+    store, x = dh.OnDisk(tmp_path), given(device, 20_000)
     with dh.saving(store, at_least=0):
-        y = chain(x).sum()
+        y = chain(x)
     store.wait()
     grads = [torch.autograd.grad(y, x, retain_graph=True)[0].cpu() for _ in range(3)]
-    assert all(torch.equal(grad, truth(x)) for grad in grads)
+    assert all(torch.equal(grad, gradient(x).cpu()) for grad in grads)
 
 
 @pytest.mark.usefixtures("alone")
@@ -155,7 +140,7 @@ def test_the_forward_waits_at_the_bound_alone(gate: Gate, tmp_path: pathlib.Path
 def test_a_write_that_fails_is_said_once_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, device: torch.device
 ) -> None:
-    store, x = dh.OnDisk(tmp_path), on(device)
+    store, x = dh.OnDisk(tmp_path), given(device, 20_000)
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -163,14 +148,14 @@ def test_a_write_that_fails_is_said_once_and_loses_nothing(
     gate = Gate(Nth(write, 3, full))
     monkeypatch.setattr(os, "pwrite", gate)
     with dh.saving(store, at_least=0):
-        y = chain(x, 4).sum()
+        y = chain(x, 4)
     gate.open.set()
     with pytest.raises(StoreError, match="No space left") as caught:
         store.wait()
     assert caught.value.wanted == -(-x.nbytes // 4096) * 4096
     del caught
     (grad,) = torch.autograd.grad(y, x)
-    assert torch.equal(grad.cpu(), truth(x, 4))
+    assert torch.equal(grad.cpu(), gradient(x, 4).cpu())
     del y
     assert clean(store)
 
@@ -203,11 +188,11 @@ def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
     store, found = dh.OnDisk(tmp_path, in_flight="200 KiB"), {}
 
     def train(seed: int) -> None:
-        x = on(device, 4000 + seed, seed)
+        x = given(device, 4000 + seed, seed)
         with dh.saving(store, at_least=0):
             y = chain(x)
-        y.sum().backward()
-        found[seed] = torch.equal(x.grad.cpu(), truth(x))
+        y.backward()
+        found[seed] = torch.equal(x.grad.cpu(), gradient(x).cpu())
 
     assert set(together([lambda seed=seed: train(seed) for seed in range(4)])) == {None}
     assert found == dict.fromkeys(range(4), True)
@@ -231,7 +216,7 @@ def test_what_was_dropped_counts_until_it_is_copied(tmp_path: pathlib.Path, devi
     """Graphs that are thrown away, faster than the link is: their copies hold memory at both ends."""
     if device.type != "sim":
         pytest.skip("holds a stream")
-    store, x, link = dh.OnDisk(tmp_path, in_flight="64 KiB"), on(device, 4096), link_of(device)  # 16 KiB
+    store, x, link = dh.OnDisk(tmp_path, in_flight="64 KiB"), given(device, 4096), link_of(device)  # 16 KiB
     torch.accelerator.synchronize()
     before, most = torch.accelerator.memory_allocated(), []
 
@@ -274,14 +259,14 @@ def test_its_threads_are_on_the_device(
 
     watched("write")
     watched("read")
-    x = on(torch.device(device.type, 1))
+    x = given(torch.device(device.type, 1), 20_000)
     store = dh.OnDisk(tmp_path)
     for _ in range(3):
         with dh.saving(pipeline(store, at_least=0)):
             y = chain(x)
         store.wait()
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        assert torch.equal(grad.cpu(), truth(x))
+        (grad,) = torch.autograd.grad(y, x)
+        assert torch.equal(grad.cpu(), gradient(x).cpu())
         del y
     assert seen == {1}
     assert torch.accelerator.current_device_index() == 0

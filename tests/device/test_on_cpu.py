@@ -129,21 +129,6 @@ def test_device_memory_falls(device: torch.device) -> None:
     assert max(ours) < 3 * MiB + 6 * x.nbytes
 
 
-def test_nothing_grows(device: torch.device) -> None:
-    """Neither device memory nor page-locked memory, over many steps of several sizes."""
-    store = dh.OnCpu(in_flight="1 MiB")
-    sizes = [given(device, numel) for numel in (50_000, 30_000, 61_000, 1000)]
-    held, pool = [], []
-    for i in range(60):
-        step(store, sizes[i % 4])
-        if i % 4 == 3:
-            assert is_clean(store, device)
-            held.append(torch.accelerator.memory_allocated(device))
-            pool.append(store.open().offload(device).pool.held)
-    assert min(held[-3:]) <= max(held[3:6])  # an engine's thread may let go of its last tensor a moment later
-    assert pool[-1] <= 1.5 * pool[4]  # how far ahead the host is differs; of what grows there is three times as much
-
-
 def test_small_ones_go_together(device: torch.device) -> None:
     """100 tensors of 4 KiB: one copy each way, and bits as they were."""
     only_simulated(device)
@@ -263,22 +248,6 @@ def test_it_comes_back_ahead(device: torch.device) -> None:
     assert 0 < seen.read <= seen.written
 
 
-def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> None:
-    x = given(device)
-    store = dh.OnCpu(in_flight=x.nbytes)
-    step(store, x)
-    torch.accelerator.synchronize(device)
-    with dh.saving(every(store)):
-        y = chain(x)
-    lane = store.open().offload(device)._own()
-    with no_waits(device):
-        times = list(lane.times().values())
-    assert len(times) == 12
-    assert times == sorted(times)
-    assert times[0] == 0 < times[-1]
-    del y
-
-
 def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
     """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
     offload = dh.OnCpu().open().offload(device)
@@ -392,23 +361,6 @@ def test_the_report(device: torch.device) -> None:
     assert seen.write_seconds > 0 < seen.read_seconds
     assert seen.measured_write > 1e6 < seen.measured_read
     assert "wrote" in str(saved.report())
-
-
-def broken(store: dh.OnCpu, x: torch.Tensor, error: type[BaseException]) -> None:
-    with dh.saving(every(store)):
-        chain(x)
-        raise error
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_in_the_middle(device: torch.device, error: type[BaseException]) -> None:
-    x = given(device)
-    store = dh.OnCpu(in_flight="400 KiB")
-    for _ in range(3):
-        with pytest.raises(error):
-            broken(store, x, error)
-        assert torch.equal(step(store, x), gradient(x))
-    assert is_clean(store, device)
 
 
 def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

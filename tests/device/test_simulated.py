@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
 from disthooks._streams import event_on
-from tests.support import ROOT
 from tests.support.sim import simulated
 
 N = 4096
@@ -195,17 +191,6 @@ def test_memory_is_counted_and_used_again(sim: torch.device) -> None:
     assert torch.accelerator.max_memory_allocated(sim) == start + 8 * N
 
 
-def test_each_device_has_its_own_random_numbers(sim: torch.device) -> None:
-    torch.manual_seed(3)
-    truth = torch.rand(4)
-    torch.manual_seed(3)
-    torch.rand(7)
-    assert torch.equal(torch.rand(4, device=sim).cpu(), truth)
-    with torch.random.fork_rng(devices=[0], device_type="sim"):
-        inside = torch.rand(4, device=sim)
-    assert torch.equal(inside, torch.rand(4, device=sim))
-
-
 def test_tensors_of_two_devices_do_not_meet(sim: torch.device) -> None:
     x = torch.ones(2, device=sim)
     with pytest.raises(RuntimeError, match="is on the CPU"):
@@ -228,40 +213,6 @@ def test_backward_runs_in_the_threads_and_streams_of_the_device(sim: torch.devic
     assert thread != threading.get_ident()
     assert stream == side
     assert torch.equal(x.grad.cpu(), torch.full((N,), 6.0))
-
-
-ENDS = {
-    "work under way": "",
-    "a stream that stands still": "simulated.load().sim_hold(0, side.stream_id)",
-    "a fork": "pid = os.fork()\nif pid: assert os.waitpid(pid, 0)[1] == 0\nelse: torch.ones(9).sum(); del x",
-}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_a_process_ends_cleanly(sim: torch.device, how: str, tmp_path: pathlib.Path) -> None:
-    # torch's thread of backward lets go of the graph when `backward` has returned already, and takes Python's lock for
-    # that. If the interpreter ends in this moment, torch aborts, on any device. So the script sleeps for a moment.
-    script = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-from tests.support.sim import simulated
-simulated.load()
-simulated.delays(5e-3)
-side = torch.Stream("sim")
-x = torch.ones(1000, 1000, device="sim", requires_grad=True)
-(x * x).sum().backward()
-time.sleep(0.3)
-host = torch.empty(1000, 1000, pin_memory=True)
-with side:
-    for _ in range(200):
-        host.copy_(x.detach(), non_blocking=True)
-{ENDS[how]}
-print("end", flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("end") == (2 if how == "a fork" else 1)
 
 
 def test_zeros_that_take_no_memory(device: torch.device) -> None:

@@ -111,15 +111,6 @@ def test_every_name_is_documented_with_an_example(name: str) -> None:
     assert name in written, f"{name} is in no page of docs and not in README"
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if inspect.isclass(getattr(dh, n)) or callable(getattr(dh, n))])
-def test_every_parameter_is_annotated(name: str) -> None:
-    value = getattr(dh, name)
-    if inspect.isclass(value) and value.__init__ is object.__init__:
-        return
-    for parameter in inspect.signature(value).parameters.values():
-        assert parameter.annotation is not inspect.Parameter.empty, f"{name}({parameter.name}) has no annotation"
-
-
 def test_every_error_is_of_the_tree() -> None:
     errors = [getattr(dh.errors, name) for name in dh.errors.__all__]
     assert all(issubclass(error, dh.errors.DisthooksError) for error in errors)

@@ -94,8 +94,3 @@ def test_what_it_cannot_mean(text: str, says: str, tmp_path: pathlib.Path) -> No
 def test_objects_in_a_dict() -> None:
     with pytest.raises(ConfigError, match=r"store: \{kind: Name, \.\.\.\} is needed.*disthooks\.config\.Plan\(saves="):
         dh.config.from_config({"save": [{"modules": "*", "store": dh.OnCpu()}]})
-
-
-def test_a_file_that_is_not_there(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read: No such file"):
-        dh.config.from_config(tmp_path / "nothing.yaml")

@@ -111,12 +111,6 @@ def test_on_gradient_refuses_scaled_gradients() -> None:
         scaler.step(optimizer)
 
 
-def test_sinks_that_would_never_be_called() -> None:
-    model, optimizer = _linear()
-    with pytest.raises(UsageError):
-        dh.gradients(model, optimizer, rules=[dh.ClipValue(0.1)], sinks=[print])
-
-
 def test_only_within_only_that_share_no_parameter() -> None:
     model, optimizer = _linear(bias=True)
     with pytest.raises(DisthooksError):

@@ -235,17 +235,6 @@ def test_on_gradient_takes_everything_off() -> None:
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-def test_local_gradients_are_looked_at_in_logged_steps_only() -> None:
-    model, looked = make("plain"), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[stats.Spread()], every=3) as watch:
-        for step in range(5):
-            loss_of(model, step, "plain").backward()
-            looked.append(len(watch._runner.local_hooks._stats))
-            optimizer.step()
-    assert looked == [8, 0, 0, 8, 0]
-
-
 def test_parameters_that_the_optimizer_does_not_hold_are_left_alone() -> None:
     model = make("plain")
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.0)

@@ -30,23 +30,6 @@ def grads(model: nn.ParameterList) -> list[float]:
     return [pytest.approx(float(parameter.grad), abs=1e-6) for parameter in model]
 
 
-def test_the_gradients_of_an_optimizer_that_does_not_step_are_left_out() -> None:
-    model, (often, seldom) = two()
-    with dh.gradients(model, [often, seldom], rules=[dh.ClipNorm(1.0)], every=1) as watch:
-        backward(model)
-        watch.begin_step(optimizers=[often])
-        often.step()
-        assert grads(model) == [1.0, 4.0]
-        often.zero_grad()
-        backward(model)  # 3, and 4 + 4
-        often.step()
-        seldom.step()
-        norm = math.hypot(3.0, 8.0)
-        assert grads(model) == [3.0 / norm, 8.0 / norm]
-        watch.flush()
-        assert (watch.latest["step"], watch.latest["grad_norm"]) == (1, pytest.approx(norm))
-
-
 def test_an_update_is_that_of_those_that_stepped() -> None:
     model, (often, seldom) = two()
     seen: list[Any] = []

@@ -110,13 +110,6 @@ def _of(whole: torch.Tensor, part: Part) -> torch.Tensor:
     return whole.reshape(-1)[part.indices(CPU)]
 
 
-def test_adaptive_leaves_owned_by_others_uncounted() -> None:
-    rule, part = dh.ClipAdaptive(), Part.whole(torch.Size([2, 3]))
-    shard = Shard("w", nn.Parameter(torch.ones(2, 3)), False, "replica", part)
-    layout = VectorLayout({measure: (0,) for measure in rule.measures()}, [shard])
-    assert layout.pack(Local([shard], [None], [LocalStats()], [], 0, 1, CPU))[0].tolist() == [0.0] * 4
-
-
 def test_adaptive_keeps_nan_in_its_unit() -> None:
     weights, grads = [torch.ones(4, 2), torch.ones(2, 2)], [torch.ones(4, 2), torch.ones(2, 2)]
     grads[0][1, 0], grads[0][2, 0], weights[1][1, 0] = math.nan, math.inf, math.nan

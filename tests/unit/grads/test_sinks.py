@@ -70,21 +70,6 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
     assert watch.latest["saved/stored"] == totals[-1]
 
 
-def test_a_plan_logs_what_it_saves(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "hooks.yaml"
-    file.write_text(
-        f"save: [{{modules: '0', at_least: 0, store: {{kind: OnDisk, directory: {tmp_path}}}}}]\n"
-        "watch: {every: 1, stats: [{kind: Norm}]}\n"
-    )
-    plan = dh.config.from_config(file)
-    model, optimizer, x = _model()
-    with plan.save(model) as saving, plan.watch(model, optimizer, also=[saving]) as watch:
-        model(x).sum().backward()
-        optimizer.step()
-        watch.flush()
-        assert watch.latest["saved/stored"] == saving.report().stored > 0
-
-
 def test_what_has_nothing_to_log_is_refused() -> None:
     model, optimizer, _ = _model()
     with pytest.raises(

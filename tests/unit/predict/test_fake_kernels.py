@@ -79,17 +79,6 @@ def test_an_operator_without_a_fake_kernel_is_named_if_it_cannot_run_on_zeros() 
     ]
 
 
-def test_ctc_loss_has_the_table_that_its_targets_ask_for() -> None:
-    class Loss(nn.Module):
-        def forward(self, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            steps = torch.full((lengths.numel(),), len(x))
-            return nn.functional.ctc_loss(x.log_softmax(-1), targets, steps, lengths)
-
-    x, targets, lengths = torch.randn(10, 2, 5, requires_grad=True), torch.ones(2, 7, dtype=torch.int64), [3, 4]
-    said = explain(Loss(), x, targets, torch.tensor(lengths), device="cpu")
-    assert (2, 10, 2 * max(lengths) + 1) in [each.shape for each in said.record.saved]
-
-
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("kind", [list, torch.tensor])
 def test_ctc_loss_saves_what_a_real_one_saves(reduction: str, kind: Callable[[list[int]], object]) -> None:

@@ -51,11 +51,6 @@ def test_the_page_holds_the_document(document: dict[str, Any]) -> None:
     assert document_of(page("explain", document)) == json.loads(json.dumps(document))
 
 
-def test_a_text_without_a_document_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds no document"):
-        document_of("<html></html>")
-
-
 def test_a_name_cannot_become_html(document: dict[str, Any]) -> None:
     rows = [{**row, "module": row["module"] + EVIL, "class": EVIL} for row in document["modules"]]
     changed = {**document, "model": EVIL, "modules": rows, "warnings": [EVIL, "@@script@@ \\u003c \u2028"]}

@@ -338,15 +338,12 @@ def test_threads_share_no_random_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: dh.Cast(torch.int8), "Cast: dtype must be"),
         (lambda: dh.Cast(torch.float64), "Cast: dtype must be"),
-        (lambda: dh.Quantize(2), "bits must be 8 or 4"),
         (lambda: dh.Quantize("8"), "bits must be 8 or 4"),
         (lambda: dh.Quantize(8, block=0), "block must be"),
         (lambda: dh.Quantize(8, block=7), "block must be"),
         (lambda: dh.Quantize(8, block=True), "block must be"),
         (lambda: dh.Compact(floats=1), "floats must be"),
-        (lambda: dh.Compress("gzip"), "library must be 'zstd' or 'lz4'"),
         (lambda: dh.Compress("lz4", level=13), "level of lz4 must be from -100 to 12"),
         (lambda: dh.Compress("zstd", level=1.5), "level of zstd"),
     ],

@@ -26,7 +26,6 @@ def test_the_order_is_codecs_store(tmp_path: pathlib.Path) -> None:
     ("stages", "says"),
     [
         ((), "do not end in a store"),
-        ((dh.OnCpu(), dh.OnCpu()), "out of place"),
         (("disk",), "do not end in a store"),
         ((dh.Cast(torch.bfloat16), dh.Functions(abs, abs)), "put the codec into"),
         ((dh.OnDevice(), dh.Compact()), "do not end in a store.*the order is Recompute, codecs, one store"),
@@ -90,21 +89,6 @@ def test_what_is_no_pattern_and_what_is_no_model(attach: Any) -> None:
     if attach is not dh.features:  # it takes any number of them
         with pytest.raises(UsageError, match="give at least one pattern"):
             attach(model, [], *more)
-
-
-def test_what_else_wants_a_model() -> None:
-    for call in (dh.trace, dh.blame, dh.unwrap):
-        with pytest.raises(UsageError, match=r"expected a torch\.nn\.Module, got list"):
-            call([nn.Linear(2, 2)])
-
-
-def test_functions_must_be_functions() -> None:
-    with pytest.raises(UsageError, match="pack must be a function"):
-        dh.Functions(3, abs)
-    with pytest.raises(UsageError, match="wraps a torch"):
-        dh.SaveWith(lambda x: x, dh.OnCpu())
-    with pytest.raises(UsageError, match="dtype"):
-        dh.Cast(torch.int8)
 
 
 def test_the_report_reads_well(tmp_path: pathlib.Path) -> None:
