@@ -35,7 +35,9 @@ WAYS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "three tiers": lambda folder: (dh.Tiered(dh.OnDevice("96 KiB"), dh.OnCpu("128 KiB"), dh.OnDisk(folder)),),
     "disk": lambda folder: (dh.OnDisk(folder, in_flight="128 KiB"),),
     "recompute": lambda folder: (dh.Recompute(), dh.OnCpu(in_flight="128 KiB")),
+    "quantized": lambda folder: (dh.Quantize(8), dh.OnCpu()),
 }
+LOSSY = ("quantized",)
 
 
 class Layer(nn.Module):
@@ -154,6 +156,7 @@ ALLOWED = {"page-locked bytes": 1 << 20, "resident bytes": 24 << 20, "threads": 
 def test_many_steps_have_the_bits_of_no_hooks_and_nothing_grows(
     device: torch.device, way: str, tmp_path: pathlib.Path
 ) -> None:
+    """The bits, where no codec is lossy; and the errors in any case."""
     stages = pipeline(*WAYS[way](str(tmp_path)), at_least=0)
     cpu = torch.device("cpu")
     truth, ours = made(cpu), made(device)
@@ -174,7 +177,7 @@ def test_many_steps_have_the_bits_of_no_hooks_and_nothing_grows(
                 pairs = zip(truth[0].parameters(), ours[0].parameters(), strict=True)
                 same = [torch.equal(a, b.detach().cpu()) for a, b in pairs]
                 assert all(p.isfinite().all() for p in truth[0].parameters())
-                assert all(same) or device.type != "sim", f"after step {i}"
+                assert all(same) or device.type != "sim" or way in LOSSY, f"after step {i}"
             if i == WARM:
                 early = size(device)
         report = saving.report()

@@ -32,23 +32,6 @@ def test_gradients_are_the_cpus(sim: torch.device, name: str, seed: int) -> None
         assert identical(found, truth)
 
 
-def trained(name: str, foreach: bool, device: torch.device | str) -> list:
-    model, x = build("transformer")
-    model.to(device)
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, foreach=foreach)
-    for _ in range(3):
-        step(model, x.to(device))
-        optimizer.step()
-    return on_cpu(list(model.parameters()))
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_optimizers(sim: torch.device, name: str, foreach: bool) -> None:
-    with sdpa_kernel(SDPBackend.MATH):
-        assert identical(trained(name, foreach, sim), trained(name, foreach, "cpu"))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_keeps_the_random_numbers_of_the_device(sim: torch.device, reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()).to(sim)
@@ -77,12 +60,3 @@ def test_views_and_copies_of_all_kinds(sim: torch.device) -> None:
         return [y, out, z.conj(), z.imag.neg(), x[x > 5], x.to(torch.bfloat16), x.bool(), *views]
 
     assert identical(on_cpu(results(sim)), results("cpu"))
-
-
-def test_nothing_stays_on_the_device(sim: torch.device) -> None:
-    model, x = build("transformer")
-    before = torch.accelerator.memory_allocated(sim)
-    step(model.to(sim), x.to(sim))
-    assert torch.accelerator.memory_allocated(sim) > before
-    del model
-    assert torch.accelerator.memory_allocated(sim) == before
