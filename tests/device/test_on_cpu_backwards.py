@@ -102,26 +102,6 @@ def test_the_last_stage_keeps_every_micro_batch(device: torch.device) -> None:
     assert tier(store).written == before > 0
 
 
-def test_accumulation_in_a_model(device: torch.device, store: dh.OnCpu) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Tanh())
-    model.to(device)
-    batches = [given(device, 64 * n, seed=n).detach().view(n, 64) for n in (32, 64, 8)]
-
-    def run() -> list[torch.Tensor]:
-        model.zero_grad()
-        for batch in batches:
-            model(batch).square().mean().backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    truth = run()
-    with dh.save_activations(model, "*", every(store)) as saving:
-        for _ in range(4):
-            assert all(torch.equal(a, b) for a, b in zip(run(), truth, strict=True))
-    assert saving.report().moved > 0
-    assert is_clean(store, device)
-
-
 def test_backward_in_another_thread(device: torch.device, store: dh.OnCpu) -> None:
     x = given(device)
     truth = gradient(x)
@@ -177,27 +157,6 @@ def test_a_stream_of_its_own_in_forward(device: torch.device, store: dh.OnCpu) -
     for _ in range(8):
         assert torch.equal(run(dh.saving(every(store))), truth)
     assert is_clean(store, device)
-
-
-def test_two_devices(device: torch.device, store: dh.OnCpu) -> None:
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("one device")
-    other = torch.device(device.type, 1)
-    x = given(device)
-
-    def run() -> torch.Tensor:
-        y = x.sin().cos().to(other)
-        return y.sin().exp().sin().to(device).cos().sum()
-
-    truth = torch.autograd.grad(run(), x)[0]
-    for _ in range(4):
-        with dh.saving(every(store)):
-            y = run()
-        assert torch.equal(torch.autograd.grad(y, x)[0], truth)
-        del y
-        assert is_clean(store, device)
-        assert is_clean(store, other)
-    assert len(store.open().offloads) == 2
 
 
 def test_changed_in_place_is_caught(device: torch.device, store: dh.OnCpu) -> None:

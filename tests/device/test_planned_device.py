@@ -16,8 +16,9 @@ import disthooks as dh
 from disthooks.predict.plans.planned import planned
 from disthooks.predict.plans.planned_stores import PlacedBytes
 from disthooks.saved.pipeline import pipeline
+from tests.support.nets import BasicBlock, residual_network
 from tests.unit.predict import test_planned
-from tests.unit.predict.test_planned import Adapted, Own, Residual, figures, step
+from tests.unit.predict.test_planned import Adapted, Own, figures, step
 
 KIB = 1 << 10
 
@@ -35,7 +36,7 @@ class Block(test_planned.Block):
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "blocks": lambda: (nn.Sequential(Block(), Block(), Block()), torch.randn(8, 32, 64)),
-    "residual": lambda: (Residual(), torch.randn(8, 3, 32, 32)),
+    "residual": lambda: (residual_network(BasicBlock, (2,), 16, 10), torch.randn(8, 3, 32, 32)),
     "adapted": lambda: (Adapted(), torch.randn(64, 64)),
     "own": lambda: (Own(), torch.randn(64, 64)),
 }

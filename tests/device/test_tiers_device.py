@@ -112,20 +112,6 @@ def test_nobody_waits_on_the_host(device: torch.device) -> None:
     assert forward.waits == 0
 
 
-def test_a_larger_one_than_the_limit(tmp_path: pathlib.Path, device: torch.device) -> None:
-    tiers = dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu(), dh.OnDisk(tmp_path))
-    large = torch.randn(1 << 16).to(device)
-    small = [tiers.put(torch.full((1024,), float(i)).to(device)) for i in range(8)]
-    ticket = tiers.put(large)
-    assert tiers.tier_of(ticket) == 1
-    assert torch.equal(tiers.get(ticket).cpu(), large.cpu())
-    for i, one in enumerate(small):
-        assert torch.equal(tiers.get(one).cpu(), torch.full((1024,), float(i)))
-        tiers.drop(one)
-    tiers.drop(ticket)
-    assert nothing_left(tiers)
-
-
 def test_what_a_side_stream_fills(device: torch.device) -> None:
     """It moves down, and comes back, in the order of that stream, whichever is current by then."""
     side = torch.Stream(device)

@@ -142,11 +142,33 @@ def _flat(shapes: list[tuple[int, ...]], align: int) -> int:
     return sum(math.ceil(size / align) * align for size in others) + last
 
 
-@pytest.mark.parametrize("world", [2, 8, WORLD])
-def test_fsdp2_pads_rows(world: int) -> None:
-    found = trained(EngineSpec("fsdp2", world))
-    shard = sum(rows(shape, world) for shape in SHAPES)
-    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * shard
+NAMED_BY_THE_PLAN = 2 * (4 * 37 * 24 + 3 * 37 * 56)
+CUT = [
+    (37,),
+    (37,),
+    *[(6, 37)] * 3,
+    (37, 6),
+    *[(14, 37)] * 2,
+    (37, 14),
+]  # a layer on four ranks of the tensor dimension
+#: The elements that a rank has.
+SHARDS: dict[str, tuple[EngineSpec, int]] = {
+    **{f"fsdp2 on {n}": (EngineSpec("fsdp2", n), sum(rows(shape, n) for shape in SHAPES)) for n in (2, 8, WORLD)},
+    "hsdp, over the second dimension": (EngineSpec("hsdp", WORLD), sum(rows(shape, 8) for shape in SHAPES)),
+    "tp, what the plan names": (EngineSpec("tp", 4), TOTAL - NAMED_BY_THE_PLAN + NAMED_BY_THE_PLAN // 4),
+    "fsdp2 of what tp leaves": (
+        EngineSpec("fsdp2+tp", WORLD, mesh=(WORLD // 4, 4)),
+        sum(rows(shape, WORLD // 4) for shape in [(101, 37), *CUT, *CUT, (37,), (101, 37)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_a_rank_has_its_shards_padded(case: str) -> None:
+    spec, elements = SHARDS[case]
+    found = trained(spec)
+    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * elements
+    assert found["step"]["parameters"] == 4 * elements
 
 
 def test_fsdp2_first_and_last_rank() -> None:
@@ -157,24 +179,6 @@ def test_fsdp2_first_and_last_rank() -> None:
     assert largest["optimizer"] == adam(sum(whole), len(SHAPES))
     assert smallest["optimizer"] == adam(sum(last), len(SHAPES))
     assert largest["parameters"] == smallest["parameters"]
-
-
-def test_hsdp_shards_over_the_second_dimension() -> None:
-    found = trained(EngineSpec("hsdp", WORLD))
-    assert found["step"]["parameters"] == 4 * sum(rows(shape, 8) for shape in SHAPES)
-
-
-def test_tensor_parallelism_shards_what_the_plan_names() -> None:
-    found = trained(EngineSpec("tp", 4))
-    sharded = 2 * (4 * 37 * 24 + 3 * 37 * 56)
-    assert found["step"]["parameters"] == 4 * (TOTAL - sharded + sharded // 4)
-
-
-def test_fsdp2_over_tensor_parallelism_pads_what_is_left() -> None:
-    found = trained(EngineSpec("fsdp2+tp", WORLD, mesh=(WORLD // 4, 4)))
-    layer = [(37,), (37,), *[(6, 37)] * 3, (37, 6), *[(14, 37)] * 2, (37, 14)]
-    shapes = [(101, 37), *layer, *layer, (37,), (101, 37)]
-    assert found["step"]["parameters"] == 4 * sum(rows(shape, WORLD // 4) for shape in shapes)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])

@@ -30,6 +30,7 @@ from disthooks.saved.module_class import site_of
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Store
+from tests.support.nets import BasicBlock, LanguageModel, residual_network
 
 #: Every figure of a report that does not depend on time, nor on the bits of tensors.
 FIGURES = [
@@ -72,27 +73,6 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.relu, self.pool, self.head = nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.pool(self.relu(self.norm(self.first(x))))
-        return self.head(self.relu(self.norm2(self.second(x)) + x).mean((2, 3)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(32, 64, 2, batch_first=True, dropout=0.1), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x)[0])
 
 
 class Adapted(nn.Module):
@@ -150,8 +130,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "tied": lambda: (Decoder(tied=True), tokens()),
     "checkpointed": lambda: (Decoder(False), tokens()),
     "checkpointed reentrant": lambda: (Decoder(True), tokens()),
-    "residual": lambda: (Residual(), torch.randn(8, 3, 32, 32)),
-    "recurrent": lambda: (Recurrent(), torch.randn(8, 20, 32)),
+    "residual": lambda: (residual_network(BasicBlock, (2,), 16, 10), torch.randn(8, 3, 32, 32)),
+    "recurrent": lambda: (LanguageModel(100, 32), tokens()),
     "adapted": lambda: (Adapted(), torch.randn(64, 64)),
     "own": lambda: (Own(), torch.randn(64, 64)),
     "gpt2": gpt2,
