@@ -20,35 +20,33 @@ STEPS = 2000 if os.environ.get("DISTHOOKS_FULL") else 250
 IN_FLIGHT = ("512 MiB", "200 KiB", "60 KiB", 0)
 
 
-def program(seed: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:  # noqa: C901
-    """A function of two tensors that saves, views, joins, and now and then writes to what it has saved."""
+#: What makes a tensor of two; each saves, views or joins.
+OPERATIONS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda y, z: y.exp().clamp(max=9),
+    lambda y, z: y.sin(),
+    lambda y, z: y * z,
+    lambda y, z: torch.tanh(y + z),
+    lambda y, z: (y.view(-1, 10).t() * 2).t().reshape(y.shape).cos(),
+    lambda y, z: torch.cat([y[: len(y) // 2].sin(), z[len(z) // 2 :].cos()]),
+    lambda y, z: torch.where(y > 0, y, z * 0.5),
+    lambda y, z: y.detach().clone().mul_(2) * z,
+]
 
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # noqa: C901
+
+def program(seed: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function of two tensors, which now and then forgets a tensor or writes to what it has saved."""
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         dice = random.Random(seed)
         alive = [x.sin(), x * w]
         for _ in range(dice.randint(3, 14)):
-            y, z = dice.choice(alive), dice.choice(alive)
-            kind = dice.randrange(10)
-            if kind == 0:
-                alive.append(y.exp().clamp(max=9))
-            elif kind == 1:
-                alive.append(y.sin())
-            elif kind == 2:
-                alive.append(y * z)
-            elif kind == 3:
-                alive.append(torch.tanh(y + z))
-            elif kind == 4:
-                alive.append((y.view(-1, 10).t() * 2).t().reshape(x.shape).cos())
-            elif kind == 5:
-                alive.append(torch.cat([y[: len(y) // 2].sin(), z[len(z) // 2 :].cos()]))
-            elif kind == 6:
-                alive.append(torch.where(y > 0, y, z * 0.5))
-            elif kind == 7 and len(alive) > 2:
-                alive.pop(0)
+            y, z, kind = dice.choice(alive), dice.choice(alive), dice.randrange(10)
+            if kind < len(OPERATIONS):
+                alive.append(OPERATIONS[kind](y, z))
             elif kind == 8:
                 y.add_(0.25)  # it may have been saved: then backward raises, with hooks or without
-            else:
-                alive.append(y.detach().clone().mul_(2) * z)
+            elif len(alive) > 2:
+                alive.pop(0)
         return sum(y.sum() for y in alive) + x.mean() + w.mean()
 
     return run

@@ -132,15 +132,6 @@ def test_a_parameter_that_was_unfrozen_later(at: Any) -> None:
     assert float(model[0].bias.grad.abs().sum()) == 0.0
 
 
-@pytest.mark.parametrize("at", ["final", "local"])
-def test_a_module_that_was_replaced_later(at: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    with dh.on_gradient(model, "1.weight", torch.zeros_like, at):
-        model[1] = nn.Linear(2, 1)
-        with pytest.raises(DisthooksError, match="no longer"):
-            model(torch.ones(1, 2))
-
-
 # --- what the docs promise
 
 

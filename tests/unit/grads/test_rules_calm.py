@@ -294,45 +294,26 @@ def test_a_wrong_schedule_is_refused(schedule: Any) -> None:
 def test_state_is_by_the_names_of_parameters(rule: Any) -> None:
     """It is loaded into a model that has the same parameters in another order."""
 
-    class Pair(nn.Module):
-        def __init__(self, names: Sequence[str]) -> None:
-            super().__init__()
-            for name in names:
-                setattr(self, name, nn.Parameter(torch.ones(1, dtype=torch.float64)))
-
-    def step(model: nn.Module, optimizer: Any, number: int) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.grad = torch.full_like(parameter, {"a": 1.0, "b": 20.0}[name] * (1 + number % 3))
-        optimizer.step()
-
-    found = []
-    for names, resumes in (("ab", False), ("ab", True)):
-        model = Pair(names)
+    def run(names: str, steps: range, weights: Any = None, state: Any = None) -> tuple[dict[str, Any], Any]:
+        model = nn.ParameterDict([(name, nn.Parameter(torch.ones(1, dtype=torch.float64))) for name in names])
+        model.load_state_dict(weights or model.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with dh.gradients(model, optimizer, rules=[rule]) as watch:
-            for number in range(3):
-                step(model, optimizer, number)
-            if not resumes:
-                for number in range(3, 7):
-                    step(model, optimizer, number)
-                found.append({name: float(p) for name, p in model.named_parameters()})
-                continue
-            state = watch.state_dict()
-        other = Pair("ba")
-        other.load_state_dict(model.state_dict())
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
-        with dh.gradients(other, optimizer, rules=[rule]) as watch:
-            watch.load_state_dict(state)
-            for number in range(3, 7):
-                step(other, optimizer, number)
-        found.append({name: float(p) for name, p in other.named_parameters()})
-        third = nn.ParameterDict({"a": nn.Parameter(torch.ones(1)), "c": nn.Parameter(torch.ones(1))})
-        with (
-            dh.gradients(third, torch.optim.SGD(third.parameters(), lr=0.1), rules=[rule]) as watch,
-            pytest.raises(UsageError, match="has nothing of 'c'"),
-        ):
-            watch.load_state_dict(state)
-    assert found[0] == found[1]
+            if state:
+                watch.load_state_dict(state)
+            for number in steps:
+                for name, parameter in model.items():
+                    parameter.grad = torch.full_like(parameter, {"a": 1.0, "b": 20.0}[name] * (1 + number % 3))
+                optimizer.step()
+        return dict(model.state_dict()), watch.state_dict()
+
+    truth, _ = run("ab", range(7))
+    half = run("ab", range(3))
+    found, _ = run("ba", range(3, 7), *half)
+    assert list(found) == ["b", "a"]
+    assert found == truth
+    with pytest.raises(UsageError, match="has nothing of 'c'"):
+        run("ac", range(0), None, half[1])
 
 
 def test_what_cannot_be() -> None:
