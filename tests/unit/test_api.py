@@ -10,10 +10,13 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import disthooks as dh
+from disthooks._registry import NOUNS, base_of, own_kinds
 from tests.support import ROOT
 
 PUBLIC = [name for name in dh.__all__ if name != "__version__"]
@@ -116,3 +119,26 @@ def test_every_error_is_of_the_tree() -> None:
     assert all(issubclass(error, dh.errors.DisthooksError) for error in errors)
     drawn = dh.errors.__doc__ or ""
     assert all(error.__name__ in drawn for error in errors)
+
+
+def _public() -> Iterator[tuple[str, Any]]:
+    """What has a docstring: what ``disthooks`` exports, each kind and each base class."""
+    yield from ((name, getattr(dh, name)) for name in dh.__all__)
+    yield from ((f"the base of {noun}", base) for noun in NOUNS if (base := base_of(noun)) is not None)
+    yield from ((kind.name, kind.made or kind.target) for noun in NOUNS for kind in own_kinds(noun))
+
+
+@pytest.mark.parametrize(("name", "value"), list(_public()))
+def test_what_is_public_is_described(name: str, value: Any) -> None:
+    """With its public methods; a method that overrides one needs no docstring."""
+    assert isinstance(value, str) or inspect.getdoc(value), name
+    if not inspect.isclass(value):
+        return
+    missing = []
+    for method, each in vars(value).items():
+        function = getattr(each, "fget", None) or getattr(each, "__func__", None) or each
+        if method.startswith("_") or not inspect.isfunction(function) or function.__doc__:
+            continue
+        if not any(method in vars(base) | inspect.get_annotations(base) for base in value.__mro__[1:]):
+            missing.append(method)
+    assert missing == []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from disthooks._locks import DeferredSum, Shared, new_lock
+from tests.support.threads import together
 
 
 class Names(Shared[str]):
@@ -66,11 +67,7 @@ def test_a_destructor_releases_while_another_thread_has_the_lock() -> None:
 
 def test_a_deferred_sum_counts_what_many_threads_change() -> None:
     held = DeferredSum()
-    threads = [threading.Thread(target=lambda: [held.change(i) for i in range(100)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([lambda: [held.change(i) for i in range(100)]] * 4)
     assert held.total() == 4 * 4950 == held.total()
 
 

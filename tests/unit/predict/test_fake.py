@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from disthooks import explain
 from disthooks.errors import UsageError
 from disthooks.predict.fake.fake_run import fake_run
+from disthooks.predict.fake.lazy import has_lazy
+from tests.support.predicted import beside
 
 
 def state() -> list[object]:
@@ -129,3 +131,19 @@ def test_tied_weights_stay_tied() -> None:
     said = explain(Tied(), torch.zeros(3, dtype=torch.int64), device="cpu")
     parameters = [each.nbytes for each in said.record.allocations if each.category == "parameters"]
     assert parameters == [10 * 4 * 4]
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyConv1d(6, 3), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+
+
+def test_a_lazy_model_saves_what_a_real_one_saves() -> None:
+    assert beside(lambda: (lazy(), torch.ones(4, 3, 8)), peaks=False).wrong() == {}
+
+
+def test_a_lazy_model_that_exists_is_explained_and_stays_lazy() -> None:
+    model, x = lazy(), torch.ones(4, 3, 8)
+    said = explain(model, x, device="cpu", dtype="bf16", optimizer="adamw")
+    assert has_lazy(model)
+    model(x)
+    assert explain(model, x, device="cpu", dtype="bf16", optimizer="adamw").state == said.state

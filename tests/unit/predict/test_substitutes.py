@@ -22,6 +22,7 @@ from disthooks.predict.cuda.attention import Attention, Gpu, attention_order, ch
 from disthooks.predict.cuda.substitutes import as_on_cuda
 from disthooks.predict.fake.kernels import FakeKernels
 from tests.support.cuda_saves import BF16, CASES, saved_bytes
+from tests.support.threads import together
 
 A100, H100 = (8, 0), (9, 0)
 
@@ -201,14 +202,7 @@ def test_two_threads_have_their_own_backends() -> None:
             assert wait.wait(30)
             found[backend] = type(F.scaled_dot_product_attention(*[query()] * 3).grad_fn).__name__
 
-    threads = [
-        threading.Thread(target=run, args=("flash", inside, outside)),
-        threading.Thread(target=run, args=("efficient", outside, inside)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([lambda: run("flash", inside, outside), lambda: run("efficient", outside, inside)])
     assert found == {
         "flash": "ScaledDotProductFlashAttentionBackward0",
         "efficient": "ScaledDotProductEfficientAttentionBackward0",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pathlib
 import pickle
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, MutationError, UsageError
+from tests.support.threads import together
 
 
 class Pair(NamedTuple):
@@ -192,11 +193,7 @@ def test_under_inference_mode() -> None:
 def test_threads() -> None:
     model = net()
     with dh.features(model, "*", keep=None) as seen:
-        threads = [threading.Thread(target=model, args=(torch.randn(n, 3),)) for n in range(1, 33)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([functools.partial(model, torch.randn(n, 3)) for n in range(1, 33)])
     assert seen.count("2") == 32
     assert sorted(y.shape[0] for y in seen.calls("2")) == list(range(1, 33))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,7 @@ import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import MatchError
 from tests.support.replicas import replicate
+from tests.support.threads import together
 
 
 class Structured(nn.Module):
@@ -225,14 +226,9 @@ def test_a_lazy_model_can_be_traced() -> None:
 
 def test_replicas_in_threads() -> None:
     model = plain()
-    outputs: list[torch.Tensor] = []
     with dh.trace(model, print=None) as traced:
         replicas = replicate(model, 4)
-        threads = [threading.Thread(target=lambda r=r: outputs.append(r(torch.randn(5, 3)))) for r in replicas]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        outputs = together([functools.partial(replica, torch.randn(5, 3)) for replica in replicas])
         torch.cat(outputs).sum().backward()
     rows = {row.name: row for row in traced.report().rows}
     assert rows[""].calls == 4

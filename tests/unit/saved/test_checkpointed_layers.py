@@ -1,4 +1,7 @@
-"""Which checkpoints ``fit`` may switch off: those of layers whose second computation has no other effect."""
+"""``fit`` on the CPU: what is free there, and which checkpoints it may switch off.
+
+Those are the ones of layers whose second computation has no other effect.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import disthooks as dh
 from disthooks import memory
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
+from disthooks.saved.stores.host import container_memory, node_memory
 
 needs_peak = pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
 WIDE, ROWS = 64, 8
@@ -167,3 +171,16 @@ def test_after_an_error_in_forward_the_model_is_as_it_was(tmp_path: pathlib.Path
     assert [layer.checkpoint_fn for layer in model] == before
     fitted.remove()
     run(model)
+
+
+@needs_peak
+def test_each_process_of_a_node_takes_its_part_of_what_is_free(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    model = nn.Linear(64, 64)
+    with dh.fit(model, "free", dh.OnDisk(tmp_path)) as fitted:
+        assert fitted.report().budget == 0
+        model(torch.ones(64, 64)).sum().backward()
+    left = min(found[0] for found in (node_memory(), container_memory()) if found)
+    assert fitted.report().budget == pytest.approx(0.95 * (memory.resident() + left / 4), rel=0.1)
