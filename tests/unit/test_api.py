@@ -72,19 +72,6 @@ def test_modules_come_when_they_are_asked_for() -> None:
         dh.integrations.deepspeed  # noqa: B018
 
 
-@pytest.mark.first_tier(name=("accelerate", "lightning"))  # the third needs accelerate
-@pytest.mark.parametrize("name", ["accelerate", "transformers", "lightning"])
-def test_a_framework_that_is_missing_is_named(name: str) -> None:
-    gone = f"sys.modules['{name}'] = None"
-    if name == "lightning":  # which is looked for under two names
-        gone = "import importlib.util\nimportlib.util.find_spec = lambda name: None"
-    call = f"import sys\n{gone}\nimport disthooks\ntry: disthooks.integrations.{name}\n"
-    call += "except ImportError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
-    assert f"disthooks.integrations.{name} needs {name}" in done.stdout.replace("L", "l"), done.stderr
-    assert f"pip install {name}" in done.stdout
-
-
 def test_no_name_is_hidden_by_a_file() -> None:
     files = {path.stem for path in (ROOT / "disthooks").iterdir()}
     assert not files & set(dh.__all__)

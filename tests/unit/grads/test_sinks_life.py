@@ -151,25 +151,6 @@ def test_the_last_record_and_then_the_end(end: str, tmp_path: pathlib.Path) -> N
 
 # --- what is refused
 
-MISSING = [
-    (sinks.TensorBoard("run"), ["tensorboard", "torch.utils.tensorboard"], "tensorboard"),
-    (sinks.WandB(), ["wandb"], "wandb"),
-    (sinks.MLflow(), ["mlflow"], "mlflow-skinny"),
-]
-
-
-@pytest.mark.parametrize(("sink", "modules", "package"), MISSING, ids=[package for *_, package in MISSING])
-def test_a_package_that_is_missing(
-    sink: Any, modules: list[str], package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, modules[0], None)
-    for name in modules[1:]:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(UsageError, match=rf"{type(sink).__name__}\(.* needs {package}: pip install {package}"):
-        _attach(sink)
-    assert list(tmp_path.iterdir()) == []
-
 
 NO_MONITOR = types.SimpleNamespace(monitor=types.SimpleNamespace(enabled=False, write_events=print))
 NO_TRACKERS = types.SimpleNamespace(log=print, trackers=[], is_main_process=True)

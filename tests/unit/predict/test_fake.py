@@ -118,21 +118,6 @@ def test_a_copy_of_a_fake_module_knows_its_own_storage() -> None:
         assert all(isinstance(each, FakeTensor) and each.is_leaf for each in made.parameters())
 
 
-def test_tied_weights_stay_tied() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embed(x))
-
-    said = explain(Tied(), torch.zeros(3, dtype=torch.int64), device="cpu")
-    parameters = [each.nbytes for each in said.record.allocations if each.category == "parameters"]
-    assert parameters == [10 * 4 * 4]
-
-
 def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyConv1d(6, 3), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
 

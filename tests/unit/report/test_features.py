@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import pathlib
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,15 +65,6 @@ def test_values_are_aliases_without_graph_unless_asked() -> None:
     assert bare["2"].grad_fn is None
     assert bare["2"].data_ptr() == y.data_ptr()
     assert live["2"] is y
-
-
-def test_a_loss_may_be_made_of_features() -> None:
-    model = net()
-    with dh.features(model, "1", detach=False) as seen:
-        model(torch.randn(5, 3))
-    seen["1"].sum().backward()
-    assert model[0].weight.grad is not None
-    assert model[2].weight.grad is None
 
 
 @pytest.mark.parametrize("options", [{}, {"detach": False}, {"copy": True}, {"keep": None}])
@@ -208,27 +197,6 @@ def test_replicas_are_kept_apart_and_never_read_as_the_whole_batch() -> None:
         seen[""]
     assert [tuple(y.shape) for y in seen.calls("")] == [(4, 2), (6, 2)]
     assert "" in seen
-
-
-@pytest.fixture
-def group(tmp_path: pathlib.Path) -> Iterator[None]:
-    dist = torch.distributed
-    if dist.is_initialized():
-        pytest.skip("a process group is there already")
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-def test_ddp_has_the_names_of_the_model_inside() -> None:
-    expected = gradients(net())
-    ddp = nn.parallel.DistributedDataParallel(net())
-    with dh.features(ddp, "0", "") as seen, dh.trace(ddp, print=None) as traced:
-        actual = gradients(ddp)
-    assert seen["0"].shape == (5, 8)
-    assert [row.name for row in traced.report().rows] == ["0", "1", "2", ""]
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_wrapper_and_what_it_wraps_are_one_name() -> None:

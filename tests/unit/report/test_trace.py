@@ -170,17 +170,6 @@ def test_an_exception_leaves_no_hooks_and_the_trace_goes_on(error: BaseException
     assert {event.note for event in traced.events} == ({"", "raised ValueError"} if ends == 2 else {""})
 
 
-def test_two_traces_at_once() -> None:
-    model = plain()
-    expected = step(copy.deepcopy(model))
-    one, two = dh.trace(model, print=None), dh.trace(model, "0", print=None)
-    assert same(step(model), expected)
-    one.remove()
-    assert same(step(model), expected)
-    two.remove()
-    assert len([e for e in two.events if e.kind == "forward"]) == 2
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpointing_stays_checkpointing(reentrant: bool, inside: bool) -> None:

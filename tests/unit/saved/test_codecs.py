@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 
 import pytest
 import torch
@@ -351,13 +350,6 @@ def test_threads_share_no_random_numbers() -> None:
 def test_what_can_never_work(make: object, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         make()
-
-
-@pytest.mark.parametrize(("library", "module"), [("zstd", "zstandard"), ("lz4", "lz4.frame")])
-def test_a_library_that_is_missing(library: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=r"pip install 'disthooks\[compress\]'"):
-        dh.Compress(library)
 
 
 @needs_libraries

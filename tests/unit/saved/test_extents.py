@@ -4,41 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
-import random
 
-from disthooks.saved.stores.extents import Extent, Extents
+from disthooks.saved.stores.extents import Extents
 from disthooks.saved.stores.scratch_file import ScratchFile, Waste
 
 PAGE = 4096
-
-
-def _check(parts: Extents, used: list[Extent]) -> None:
-    """All of the range is either free or in use, once; and no two free parts are neighbours."""
-    pieces = sorted([*parts.free, *((each.offset, each.offset + each.room) for each in used)])
-    assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
-    assert pieces[-1][1] == 1000
-    assert all(end < begin for (_, end), (begin, _) in zip(parts.free, parts.free[1:], strict=False))
-    assert parts.in_use == sum(each.room for each in used)
-
-
-def test_random_sizes_in_any_order() -> None:
-    draw = random.Random(0)
-    parts, used = Extents(1000), list[Extent]()
-    refused = 0
-    for _ in range(5000):
-        if used and draw.random() < 0.5:
-            parts.give(used.pop(draw.randrange(len(used))))
-        else:
-            extent = parts.take(draw.randint(1, 120))
-            if extent is not None:
-                used.append(extent)
-            else:
-                refused += 1
-        _check(parts, used)
-    assert refused
-    for extent in used:
-        parts.give(extent)
-    assert parts.free == [(0, 1000)]
 
 
 def test_in_reverse_it_is_a_bump_offset() -> None:
