@@ -25,7 +25,7 @@ from disthooks.grads.stats.elements import BINS, ExtremeValues, MagnitudeCounts,
 from disthooks.grads.stats.nonfinite import NonFiniteCount
 from disthooks.grads.stats.norms import Power
 from disthooks.testing import same_bits
-from tests.support.engines import close
+from tests.support.engines import Fork, close
 
 CPU = torch.device("cpu")
 ALL = [MomentSums(), ExtremeValues(), ZeroCount(), NonFiniteCount(), Power(1.0), Power(2.0), Power(math.inf)]
@@ -294,22 +294,13 @@ def test_two_statistics_that_write_the_same_names_are_refused() -> None:
 # --- Parts of a model that a step did not use, and names
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return self.b(self.a(x)) if both else self.a(x)
-
-
 def test_a_dropped_batch_that_used_another_branch_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
-    model, x = Branch(), torch.randn(2, 3)
+    model, x = Fork(), torch.randn(2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with dh.gradients(model, optimizer, stats=[stats.Norm(), stats.Spread()], every=1) as watch:
         model(x, True).square().sum().mul(100).backward()
-        optimizer.zero_grad()  # thrown away; now a batch that does not use b
+        optimizer.zero_grad()  # thrown away; now a batch that does not use `left`
         model(x, False).square().sum().backward()
         optimizer.step()
     assert watch.latest["grad_norm/max_rank"] == pytest.approx(watch.latest["grad_norm"], rel=1e-5)
@@ -320,11 +311,11 @@ def test_an_empty_histogram_does_not_end_a_sink(tmp_path: pathlib.Path, kind: st
     """A group that this step did not use has no elements: the sink must go on."""
     lines: list[str] = []
     sink = dh.sinks.Console(lines.append) if kind == "console" else dh.sinks.TensorBoard(tmp_path)
-    model, x = Branch(), torch.randn(2, 3)
+    model, x = Fork(), torch.randn(2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # "failed and is left out from now on: IndexError(...)"
-        with dh.gradients(model, optimizer, stats=stats.standard(), groups={"b": "b.*"}, sinks=[sink], every=1):
+        with dh.gradients(model, optimizer, stats=stats.standard(), groups={"left": "left.*"}, sinks=[sink], every=1):
             for both in (False, True):
                 optimizer.zero_grad()
                 model(x, both).sum().backward()

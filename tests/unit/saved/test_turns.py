@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores.tiers import Queue
-from disthooks.saved.stores.turns import Placed, Turns
 from tests.support.stores.copies import Copies
 
 
@@ -72,23 +69,3 @@ def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
         assert [one() for one in alive] == [None] * len(alive)
     finally:
         gc.enable()
-
-
-def test_a_queue_sorts_out_what_is_gone() -> None:
-    queue = Queue(0)
-    for i in range(5000):
-        placed = Placed(1)
-        placed.tier = 0
-        queue.add(placed, i)
-    assert len(queue) < 2100
-    del placed
-    gc.collect()
-    assert queue.last() is None
-
-
-@pytest.mark.parametrize("look", [0, 3])
-def test_what_comes_next(look: int) -> None:
-    turns, placed = Turns(), [Placed(1) for _ in range(6)]
-    for one in placed:
-        turns.put(one)
-    assert turns.read(placed[4], look) == placed[3:0:-1][:look]
