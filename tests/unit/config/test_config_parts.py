@@ -150,16 +150,13 @@ SHAPES = [
     ("watch:\n  stats: standard\n every: 1\n", 3, "line 3 begins in column 2, and what is above it in columns 1, 3"),
     ("save:\n  - modules:x\n" + _ENTRY, 3, "a blank is missing behind ':' in line 2"),
     ('save:\n  - modules: "x\n' + _ENTRY, 4, "what is opened in line 2 is not closed"),
-    ("save:\n  modules: x\n  store: {kind: OnCpu}\n", 1, "write '- ' in front of the first key of each"),
     ("save:\n- modules: x\nstore: {kind: OnCpu}\n", 3, "it belongs into an entry of 'save': indent it"),
     ("watch:\n  rules:\n    kind: ClipNorm\n    max_norm: 1.0\n", 2, "write [{kind: ClipNorm, max_norm: 1.0}]"),
     ("watch:\n  rules: {ClipNorm: {max_norm: 1.0}}\n", 2, "write [{kind: ClipNorm, max_norm: 1.0}]"),
     ("watch:\n  stats: {kind: Norm}\n", 2, "write [{kind: Norm}]"),
     ("save:\n  - modules: x\n    store: [{kind: OnCpu}]\n", 3, "write {kind: OnCpu}"),
     ("watch:\n  - stats: standard\n", 1, "a mapping is needed: write its keys without '- '"),
-    ("watch:\n  stats: standard\n  groups: ['*.bias']\n", 3, "names with patterns are needed"),
     ("- modules: x\n  store: {kind: OnCpu}\n", 1, "it begins with a key and a colon in the first column"),
-    ("watch:\n  stats: standard\n  sinks: [{kind: Wandb}]\n", 3, "did you mean 'WandB'?"),
 ]
 
 

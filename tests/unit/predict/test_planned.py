@@ -178,19 +178,19 @@ def kernels(model: str) -> Iterator[None]:
         yield
 
 
-def real(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*") -> SavedReport:
+def real(model: str, pipeline: Any, autocast: bool = False) -> SavedReport:
     torch.manual_seed(0)
     built, x = MODELS[model]()
-    with warnings.catch_warnings(), kernels(model), dh.save_activations(built, patterns, pipeline) as saving:
+    with warnings.catch_warnings(), kernels(model), dh.save_activations(built, "*", pipeline) as saving:
         warnings.simplefilter("ignore")
         step(built, x, autocast=autocast)
         return saving.report()
 
 
-def fake(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*", **how: Any) -> Any:
+def fake(model: str, pipeline: Any, autocast: bool = False) -> Any:
     with FakeTensorMode(), kernels(model):
         built, x = MODELS[model]()
-        with planned(built, [(patterns, pipeline)], **how) as found:
+        with planned(built, [("*", pipeline)]) as found:
             step(built, x, autocast=autocast)
     return found
 
@@ -268,28 +268,29 @@ def test_hooks_that_the_model_has_already_are_planned_too(tmp_path: pathlib.Path
         assert one == two
 
 
+def held(model: nn.Module, x: torch.Tensor, report: Callable[[], SavedReport]) -> list[list[int]]:
+    """The bytes in each tier after each of three forwards: the first has no plan, the others have one."""
+    seen = []
+    for _ in range(3):
+        loss = model(x).sum()
+        seen.append([tier.held for tier in report().tiers])
+        loss.backward()
+    return seen
+
+
 def test_a_plan_with_a_budget_puts_tensors_where_the_run_does(tmp_path: pathlib.Path) -> None:
     plan = Plan(
         saves=[("blocks.*", pipeline(dh.Tiered(dh.OnCpu("300 KiB"), dh.OnDisk(tmp_path)), at_least="4 KiB"))],
         budget="1 MiB",
     )
 
-    def held(model: nn.Module, x: torch.Tensor, held_now: Callable[[], list[int]]) -> list[list[int]]:
-        """The bytes in each tier after each of three forwards: the first has no plan, the others have one."""
-        seen = []
-        for _ in range(3):
-            loss = model(x).sum()
-            seen.append(held_now())
-            loss.backward()
-        return seen
-
     built, x = MODELS["decoder"]()
     with plan.save(built) as saving:
-        at_run = held(built, x, lambda: [tier.held for tier in saving.report().tiers])
+        at_run = held(built, x, saving.report)
     with FakeTensorMode():
         built, x = MODELS["decoder"]()
         with planned(built, plan) as found:
-            predicted = held(built, x, lambda: [tier.held for tier in found.report().tiers])
+            predicted = held(built, x, found.report)
             places = found.placed
     assert predicted == at_run
     assert all(all(tiers) for tiers in at_run)  # each tier had something to hold
