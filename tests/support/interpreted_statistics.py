@@ -1,6 +1,6 @@
 """The kernels of the statistics in Triton's interpreter, against torch's operations.
 
-Triton decides when it is imported whether it interprets: ``tests/unit/test_kernels.py`` runs this in a process of its own.
+Triton decides when it is imported whether it interprets: ``unit/test_kernels.py`` runs this in a process of its own.
 """
 
 from __future__ import annotations
