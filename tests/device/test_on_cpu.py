@@ -247,6 +247,22 @@ def test_it_comes_back_ahead(device: torch.device) -> None:
     assert 0 < seen.read <= seen.written
 
 
+def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> None:
+    x = given(device)
+    store = dh.OnCpu(in_flight=x.nbytes)
+    step(store, x)
+    torch.accelerator.synchronize(device)
+    with dh.saving(every(store)):
+        y = chain(x)
+    lane = store.open().offload(device)._own()
+    with no_waits(device):
+        times = list(lane.times().values())
+    assert len(times) == 12
+    assert times == sorted(times)
+    assert times[0] == 0 < times[-1]
+    del y
+
+
 def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
     """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
     offload = dh.OnCpu().open().offload(device)

@@ -336,3 +336,12 @@ def test_two_quantiles_do_not_share_a_name() -> None:
     grad = torch.cat([torch.ones(999_990), torch.full((10,), 1e6)])
     found = _logged(grad, stats.Histogram((0.9999999, 1.0, 0.5)))
     assert len([name for name in found if name.startswith("grad_abs_q")]) == 3
+
+
+def test_zeros_in_some_gradients_only() -> None:
+    """Whether a block has zeros is known from its counts, also if nobody asks how many."""
+    grads, rows = [torch.ones(2000), torch.zeros(1500)], CountRows([0, 1], 2)
+    found = scanning.scan(grads, frozenset({"sum"}), CPU, rows)
+    assert found.facts["sum"].tolist() == [2000, 0]
+    assert found.counts.sum(1).tolist() == [2000, 1500]
+    assert scanning.scan(grads, frozenset({"zeros"}), CPU, rows).facts["zeros"].tolist() == [0, 1500]
