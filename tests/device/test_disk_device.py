@@ -176,6 +176,13 @@ def test_what_is_on_the_device_is_handed_back_itself(tmp_path: pathlib.Path, dev
     assert clean(store)
 
 
+def test_the_limit_counts_them(tmp_path: pathlib.Path, device: torch.device) -> None:
+    store = dh.OnDisk(tmp_path, "100 KiB")
+    with pytest.raises(StoreError, match="full"):
+        store.put(torch.zeros(1 << 20, device=device))
+    assert store.budget.held == 0
+
+
 @pytest.mark.usefixtures("alone")
 def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
     store, found = dh.OnDisk(tmp_path, in_flight="200 KiB"), {}
