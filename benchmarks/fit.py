@@ -4,11 +4,12 @@
 
 A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
 memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint
-it trains without a budget, and under the same budgets and one of 110%. Each way is a process of its own, because
-resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process the peaks of all steps and the
-median time of those after the sixteenth, when ``fit`` has found its limit and its mixture, are taken. The median of
-each way and its ratio to the training in memory are printed and written as JSON. All ways run with
-``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
+it trains without a budget, and under the same budgets: by the seconds that ``fit`` measures, and by bytes alone, as
+long as it knows no seconds. ``--throttle 200`` makes the disk as slow as that many MB/s, each way. Each way is a
+process of its own, because resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process
+the peaks of all steps and the median time of those after the sixteenth, when ``fit`` has found its limit and its
+mixture, are taken. The median of each way and its ratio to the training in memory are printed and written as JSON. All
+ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
 """
 
 from __future__ import annotations
@@ -30,16 +31,38 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 import disthooks as dh
 from disthooks._tensors import format_bytes
+from disthooks.saved.fit import Fitted
+from disthooks.saved.stores.scratch_file import ScratchFile
 
-MEMORY, DISK, CHECKPOINTS = "in memory", "OnDisk", "checkpoints"
+MEMORY, DISK, CHECKPOINTS, BYTES = "in memory", "OnDisk", "checkpoints", "by bytes"
 SHARES = (0.9, 0.8, 0.7, 0.6)
 SETTLED = 16
 SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
 
 
+def throttle(speed: float) -> None:
+    """Let each read and write of a file take as long as on a disk of so many bytes a second."""
+
+    def slowed(name: str) -> None:
+        move = getattr(ScratchFile, name)
+
+        def wait(file: ScratchFile, buffer: memoryview, *rest: int) -> None:
+            begin = time.perf_counter()
+            move(file, buffer, *rest)
+            nbytes = rest[1] if len(rest) > 1 else buffer.nbytes  # read has an offset and a number of bytes
+            time.sleep(max(0.0, nbytes / speed - (time.perf_counter() - begin)))
+
+        setattr(ScratchFile, name, wait)
+
+    slowed("write")
+    slowed("read")
+
+
 def trained(way: str, budget: int, size: str, steps: int, directory: str) -> dict[str, Any]:
     """Train in this process; the peak of each step and the seconds of those after ``SETTLED``."""
     layers, width, batch, length = SIZES[size]
+    if way.endswith(BYTES):
+        Fitted._rates = lambda *_: None  # type: ignore[method-assign, assignment]
     dh.memory.release_promptly()
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, norm_first=True)
@@ -73,7 +96,7 @@ def in_process(way: str, budget: int, args: argparse.Namespace) -> dict[str, Any
     """The same in a new process."""
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         words = ["--one", way, "--budget", str(budget), "--size", args.size, "--steps", str(args.steps)]
-        call = [sys.executable, __file__, *words, "--directory", directory]
+        call = [sys.executable, __file__, *words, "--directory", directory, "--throttle", str(args.throttle)]
         done = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -85,18 +108,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=SETTLED + 3)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on a real disk")
+    parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk, each way; 0 for as it is")
     parser.add_argument("--json", default=str(RESULTS / "fit-cpu.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
+        if args.throttle:
+            throttle(1e6 * args.throttle)
         print(json.dumps(trained(args.one, args.budget, args.size, args.steps, args.directory)))
         return
     free = in_process(MEMORY, 0, args)
     before, most = free["before"], max(free["peaks"])
-    kept = {share: int(before + share * (most - before)) for share in (1.1, *SHARES)}
+    kept = {share: int(before + share * (most - before)) for share in SHARES}
     budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in SHARES}, DISK: 0, CHECKPOINTS: 0}
-    budgets |= {f"{CHECKPOINTS}, fit, {share:.0%}": budget for share, budget in kept.items()}
+    for share, budget in kept.items():
+        budgets |= {f"{CHECKPOINTS}, fit, {share:.0%}{rule}": budget for rule in ("", f", {BYTES}")}
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in budgets}
     for _ in range(args.rounds):
         for way, budget in budgets.items():
@@ -117,8 +144,11 @@ def main() -> None:
         }
         row = results[way]
         peak = format_bytes(row["peak_bytes"])
-        print(f"{way:<22} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {peak:>10}  {row['used']}")
-    about = {"machine": machine("cpu"), "size": args.size, "rounds": args.rounds, "steps": args.steps}
+        print(f"{way:<32} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {peak:>10}  {row['used']}")
+    about = {
+        "machine": machine("cpu"),
+        **{name: getattr(args, name) for name in ("size", "rounds", "steps", "throttle")},
+    }
     pathlib.Path(args.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 

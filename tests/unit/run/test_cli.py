@@ -54,7 +54,7 @@ FROZEN = {
     ],
     "fit": [
         *("model", "--budget", "--device", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
-        *("--batch", "--seq", "--json"),
+        *("--batch", "--seq", "--measured", "--json"),
     ],
     "launch": [],
     "report": ["path", "--output/-o", "--compare", "--json"],
