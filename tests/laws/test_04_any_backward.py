@@ -32,46 +32,6 @@ pytestmark = pytest.mark.any_device
 # --- Again, twice, partly, late, in another thread, or never
 
 
-@pytest.fixture
-def graph(tmp_path: pathlib.Path) -> tuple[torch.Tensor, torch.Tensor, dh.saving]:
-    """``x``, the sum of exp(x)², and the closed block that it was made in; in float64."""
-    x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
-    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
-        y = x.exp().square().sum()
-    assert saved.report().moved > 0
-    return x, y, saved
-
-
-def test_grad_fn_is_read_any_number_of_times(graph: tuple) -> None:
-    x, y, _ = graph
-    square = y.grad_fn.next_functions[0][0]
-    for _ in range(3):
-        assert torch.equal(square._saved_self, x.exp())
-    y.backward()
-    with pytest.raises(RuntimeError, match="freed"):
-        _ = square._saved_self
-
-
-def test_a_graph_is_dropped_without_backward(tmp_path: pathlib.Path) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(dh.OnDisk(tmp_path)) as saved:
-        y = x.exp()
-    assert saved.report().held == x.nbytes
-    del y
-    assert saved.report().held == 0
-
-
-def test_a_backward_inside_the_block_packs_what_it_saves(tmp_path: pathlib.Path) -> None:
-    """A backward inside the block packs what it saves itself."""
-    x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
-    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
-        (first,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), x)
-    torch.testing.assert_close(second, 2 * x.detach().exp().square())
-    del first
-    assert saved.report().held == 0
-
-
 # --- What a graph node says of the tensors that it saved, as in torch's own tests
 
 
@@ -401,22 +361,6 @@ STORES = {
     "kept": lambda folder: pipeline(dh.OnDisk(folder), at_least="1 GiB"),
     "in place": lambda folder: dh.OnCpu(),
 }
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_a_saved_tensor_may_be_returned_as_a_gradient(store: str, tmp_path: pathlib.Path) -> None:
-    gradient = torch.rand(64, 64)
-    content = gradient.clone()
-    x = torch.ones(64, 64, requires_grad=True)
-    with dh.saving(STORES[store](tmp_path)):
-        loss = Prepared.apply(x, gradient)
-    for count in range(1, 4):
-        loss.backward(retain_graph=True)
-        torch.testing.assert_close(x.grad, count * content)
-    x.grad.zero_()
-    loss.backward(retain_graph=True)
-    assert torch.equal(x.grad, content)
-    assert torch.equal(gradient, content)
 
 
 @pytest.mark.parametrize("store", STORES)
