@@ -13,7 +13,7 @@ import contextlib
 import gc
 import pathlib
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ import disthooks as dh
 from disthooks._torch import hooks_allowed, top_hooks
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
-from tests.support.models import Tiny, step, tokens
 from tests.support.replicas import replicate
 from tests.support.stores.pairs import Pair, ones
 from tests.support.threads import together
@@ -51,39 +50,6 @@ class Shards(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("how", ["wrapper", "in place"])
-def test_replicas_save_inside_their_own_forward(how: str, tmp_path: pathlib.Path) -> None:
-    torch.manual_seed(0)
-    plain = Shards()
-    halves = torch.randn(2, 8, 64).unbind()
-    plain(torch.cat(halves)).sum().backward()
-    truth = [p.grad.clone() for p in plain.parameters()]
-    plain.zero_grad()
-    if how == "wrapper":
-        model = attached = dh.SaveWith(plain, dh.OnDisk(tmp_path), at_least=0)
-    else:
-        model, attached = plain, dh.save_activations(plain, "", pipeline(dh.OnDisk(tmp_path), at_least=0))
-    copies = replicate(model, 2)
-    outputs = together([lambda c=c, x=x: c(x) for c, x in zip(copies, halves, strict=True)])
-    # Per replica: the two layers' inputs; Tanh's output is the second of them. No weights.
-    assert attached.report().moved == 2 * 2 * halves[0].nbytes
-    assert attached.report().kept_by["parameter"] > 0
-    sum(y.sum() for y in outputs).backward()
-    for parameter, expected in zip(plain.parameters(), truth, strict=True):
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-5)
-    assert attached.report().held == 0
-
-
-def test_replicas_use_their_own_weights(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveWith(nn.Linear(8, 8, bias=False), dh.OnDisk(tmp_path), at_least=4096)
-    one, two = replicate(model, 2)
-    with torch.no_grad():
-        two.unwrapped.weight.zero_()
-    x = torch.ones(1, 8)
-    assert two(x).abs().sum() == 0
-    assert one(x).abs().sum() > 0
-
-
 def test_hooks_entered_outside_do_nothing_in_replicas(tmp_path: pathlib.Path) -> None:
     """This is why the wrapper is needed: a block around the call does not reach into other threads."""
     copies = replicate(Shards(), 2)
@@ -104,30 +70,6 @@ def test_an_exception_leaves_no_hook(value: float, kind: type[BaseException], tm
     assert top_hooks(True) is None
     results.clear()
     model(bad / value).sum().backward()
-
-
-def test_an_outer_pair_is_there_again_after_an_exception(tmp_path: pathlib.Path) -> None:
-    model = Shards()
-    dh.save_activations(model, "layers", dh.OnDisk(tmp_path))
-    with dh.saving(dh.OnCpu()):
-        outer = top_hooks(True)
-        with pytest.raises(ValueError, match="as asked"):
-            model(torch.full((8, 64), 1e7))
-        assert top_hooks(True) == outer
-    assert top_hooks(True) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DataParallel needs two GPUs")
-def test_data_parallel_on_two_gpus_is_right(tmp_path: pathlib.Path) -> None:
-    model = Tiny().cuda()
-    truth = step(model, tokens().cuda())
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = dh.SaveWith(block, dh.OnDisk(tmp_path), at_least=4096)
-    got = step(nn.DataParallel(model), tokens().cuda())
-    for a, b in zip(got, truth, strict=True):
-        torch.testing.assert_close(a, b)
-    assert model.blocks[0].report().moved > 0
 
 
 class Slow(Store):
@@ -274,11 +216,6 @@ def test_mutation_is_allowed_where_torch_allows_it(pair: Pair) -> None:
     assert torch.equal(x.grad, expected)
 
 
-def test_an_outer_hook_needs_no_module(tmp_path: pathlib.Path) -> None:
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
-        dh.SaveWith(nn.Linear(64, 64), dh.OnDisk(tmp_path), at_least=4096)(torch.randn(32, 64)).sum().backward()
-
-
 # --- Generators: their own code runs with the hooks on, and their consumer's code with the hooks off
 
 
@@ -356,17 +293,13 @@ def test_what_is_sent_thrown_and_returned_passes(tmp_path: pathlib.Path) -> None
         next(body)
     assert stop.value.value == "done"
     assert model.unwrapped.closed
-    assert top_hooks(True) is None
-
-
-def test_an_error_inside_a_generator_leaves_no_hook(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveWith(Steps(), _line(tmp_path))
-    body = model(torch.randn(8, 64))
-    next(body)
+    failing = model(torch.randn(8, 64))
+    next(failing)
+    model.unwrapped.closed = False
     with pytest.raises(KeyError):
-        body.throw(KeyError())
-    assert top_hooks(True) is None
+        failing.throw(KeyError())
     assert model.unwrapped.closed
+    assert top_hooks(True) is None
 
 
 def test_a_generator_that_is_left_is_closed(tmp_path: pathlib.Path) -> None:
@@ -381,14 +314,6 @@ def test_a_generator_that_is_left_is_closed(tmp_path: pathlib.Path) -> None:
     assert model.report().held == 0
 
 
-def test_two_generators_take_turns(tmp_path: pathlib.Path) -> None:
-    one, two = (dh.SaveWith(Steps(), _line(tmp_path)) for _ in range(2))
-    x = torch.randn(8, 64)
-    for a, b in zip(one(x), two(x), strict=True):
-        (a.sum() + b.sum()).backward(retain_graph=True)
-    assert one.report().moved == two.report().moved > 0
-
-
 def test_an_asynchronous_forward_is_refused(tmp_path: pathlib.Path) -> None:
     class Later(nn.Linear):
         async def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -400,24 +325,6 @@ def test_an_asynchronous_forward_is_refused(tmp_path: pathlib.Path) -> None:
         dh.SaveWith(Later(2, 2), dh.OnDisk(tmp_path))
     with pytest.raises(dh.errors.UsageError, match="asynchronous"):
         dh.saving(dh.OnDisk(tmp_path))(Later(2, 2).forward)
-
-
-def test_a_context_manager_made_of_a_generator_is_hooked_in_both_halves(tmp_path: pathlib.Path) -> None:
-    """A decorated function under ``contextlib.contextmanager``: its two halves are hooked, the block between is not."""
-    saved = dh.saving(_line(tmp_path))
-    x = torch.randn(8, 64, requires_grad=True)
-
-    @contextlib.contextmanager
-    @saved
-    def halves() -> Iterator[list[torch.Tensor]]:
-        made = [x.sin()]
-        yield made
-        made.append(made[0].sin())
-
-    with halves() as made:
-        y = made[0].cos()
-    (made[1].sum() + y.sum()).backward()
-    assert saved.report().stored == 2 * x.nbytes
 
 
 def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
