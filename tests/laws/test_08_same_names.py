@@ -90,30 +90,6 @@ def test_code_that_asks_for_the_type_finds_it(tmp_path: pathlib.Path) -> None:
         assert type(quantized[0]) is not nn.Linear
 
 
-def test_other_models_of_the_class_are_called_as_before(tmp_path: pathlib.Path) -> None:
-    model, other, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(64, 64, requires_grad=True)
-    with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
-        other(x).sum().backward()
-        assert saving.report().calls == 0
-        model(x).sum().backward()
-        assert saving.report().calls == 1
-
-
-def test_two_attachments_work_side_by_side(tmp_path: pathlib.Path) -> None:
-    model = Tiny()
-    truth = step(model, tokens())
-    first = dh.save_activations(model, "blocks.0", dh.OnDisk(tmp_path))
-    second = dh.save_activations(model, "blocks.1", dh.OnDisk(tmp_path))
-    assert identical(step(model, tokens()), truth)
-    assert first.report().moved == second.report().moved > 0
-    first.remove()
-    before = first.report().moved
-    assert identical(step(model, tokens()), truth)
-    assert first.report().moved == before < second.report().moved
-    second.remove()
-    assert type(model.blocks[0]) is type(Tiny().blocks[0])
-
-
 class Own(Block):
     pass
 
@@ -408,17 +384,6 @@ def test_a_pickle_of_an_attached_model_is_that_of_the_plain_one(protocol: int, t
     with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
         assert pickle.dumps(model, protocol) == plain
     assert type(pickle.loads(plain)[1][1]) is Recursive
-
-
-def test_an_attached_model_is_loaded_with_weights_only(tmp_path: pathlib.Path) -> None:
-    """Loading needs the classes that the plain model needs, and no other name."""
-    model, buffer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), io.BytesIO()
-    with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
-        torch.save(model, buffer)
-    buffer.seek(0)
-    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh, set]):
-        loaded = torch.load(buffer, weights_only=True)
-    assert torch.equal(loaded[0].weight, model[0].weight)
 
 
 class Copies(nn.Linear):

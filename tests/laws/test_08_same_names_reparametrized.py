@@ -25,13 +25,7 @@ def _twice(module: nn.Module) -> None:
 
 THROUGH: dict[str, Callable[[nn.Module], object]] = {
     "weight_norm": nn.utils.weight_norm,
-    "weight_norm of all": lambda module: nn.utils.weight_norm(module, dim=None),
-    "identity": lambda module: prune.identity(module, "weight"),
     "l1_unstructured": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
-    "random_unstructured": lambda module: prune.random_unstructured(module, "bias", amount=0.5),
-    "ln_structured": lambda module: prune.ln_structured(module, "weight", amount=0.5, n=2, dim=0),
-    "random_structured": lambda module: prune.random_structured(module, "weight", amount=0.5, dim=1),
-    "custom_from_mask": lambda module: prune.custom_from_mask(module, "weight", torch.eye(64)),
     "global_unstructured": lambda module: prune.global_unstructured(
         [(module, "weight"), (module, "bias")], prune.L1Unstructured, amount=0.4
     ),
@@ -41,8 +35,6 @@ REFUSED: dict[str, Callable[[nn.Module], object]] = {
     "spectral_norm": nn.utils.spectral_norm,
     "register_parametrization": lambda module: parametrize.register_parametrization(module, "weight", nn.Tanh()),
     "of a buffer": lambda module: parametrize.register_parametrization(module, "scale", nn.Tanh()),
-    "parametrizations.weight_norm": parametrizations.weight_norm,
-    "parametrizations.spectral_norm": parametrizations.spectral_norm,
     "parametrizations.orthogonal": parametrizations.orthogonal,
 }
 
