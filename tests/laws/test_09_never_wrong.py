@@ -51,25 +51,6 @@ def test_bad_limits_are_refused(make: object) -> None:
             make(limit=bad)
 
 
-def test_extents_do_not_overlap_and_are_used_again(tmp_path: pathlib.Path) -> None:
-    """After random puts and drops, what is held always reads back, and the file stops growing."""
-    store = dh.OnDisk(tmp_path)
-    generator = torch.Generator().manual_seed(0)
-    held: list[tuple[torch.Tensor, object]] = []
-    ends = []
-    for i in range(2000):
-        n = int(torch.randint(1, 60_000, (1,), generator=generator))
-        tensor = torch.full((n,), i % 251, dtype=torch.uint8)
-        held.append((tensor, store.put(tensor)))
-        if len(held) > 20:
-            tensor, ticket = held.pop(int(torch.randint(0, 20, (1,), generator=generator)))
-            assert torch.equal(store.get(ticket), tensor)
-            store.drop(ticket)
-        ends.append(store.open().files[0]._end)
-    assert ends[-1] < 4 * 20 * 60_000
-    assert store.budget.held == sum(store.budget.size(tensor.nbytes) for tensor, _ in held)
-
-
 def test_extent_sizes_are_few_and_waste_little() -> None:
     sizes = [room_for(n) for n in range(1, 10_000_000, 997)]
     assert all(
@@ -81,21 +62,6 @@ def test_extent_sizes_are_few_and_waste_little() -> None:
 def test_pin_memory_is_checked() -> None:
     with pytest.raises(UsageError, match="pin_memory"):
         dh.OnCpu(pin_memory="yes")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_what_is_put_comes_back_to_a_gpu(make: object) -> None:
-    store = make(limit="1 MiB")
-    tensor = torch.randn(100, 100, device="cuda")
-    ticket = store.put(tensor)
-    assert store.budget.held == tensor.nbytes
-    back = store.get(ticket)
-    assert back.device == tensor.device
-    assert torch.equal(back, tensor)
-    store.drop(ticket)
-    with pytest.raises(StoreError, match="full"):
-        store.put(torch.empty(1 << 20, device="cuda"))
 
 
 def test_each_store_says_from_which_size_it_is_worth_moving(tmp_path: pathlib.Path) -> None:
@@ -129,16 +95,6 @@ print(dh.Tiered(dh.OnDevice(1), dh.OnDisk(sys.argv[1])).min_bytes, dh.OnCpu().mi
 # --- What a store cannot hold is kept
 
 
-def test_no_grad_costs_no_byte(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveWith(Tiny(), dh.OnDisk(tmp_path), at_least=4096)
-    with torch.no_grad():
-        model(tokens())
-    with torch.inference_mode():
-        model(tokens())
-    assert model.report().passed == {"no_grad": 2}
-    assert model.report().stored == model.report().kept == 0
-
-
 def test_exotic_tensors_are_kept_and_counted(tmp_path: pathlib.Path) -> None:
     line = pipeline(dh.OnDisk(tmp_path), at_least=0)
     dense = torch.randn(8, 8, requires_grad=True)
@@ -150,20 +106,6 @@ def test_exotic_tensors_are_kept_and_counted(tmp_path: pathlib.Path) -> None:
     assert saved.report().kept_by["sparse"] > 0
     assert saved.report().kept_by["nested"] > 0
     torch.testing.assert_close(dense.grad, torch.ones(8, 8))
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
-def test_functional_transforms_pass_through(transform: str, tmp_path: pathlib.Path) -> None:
-    model = dh.SaveWith(torch.nn.Linear(16, 16), dh.OnDisk(tmp_path), at_least=0)
-    x = torch.randn(4, 16)
-    plain = model.unwrapped
-    if transform == "grad":
-        run = lambda m: torch.func.grad(lambda x: m(x).sum())(x)  # noqa: E731
-    elif transform == "vmap":
-        run = lambda m: torch.func.vmap(m)(x)  # noqa: E731
-    else:
-        run = lambda m: torch.func.jvp(m, (x,), (x,))[1]  # noqa: E731
-    assert torch.equal(run(model), run(plain))
 
 
 def test_a_default_device_does_not_reach_into_the_store(tmp_path: pathlib.Path) -> None:
