@@ -113,20 +113,6 @@ def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeyp
     assert len(os.listdir("/proc/self/fd")) <= fds  # the garbage of earlier tests may close some
 
 
-def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
-    assert soon(lambda: not movers())
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        store = dh.OnDisk(tmp_path, direct=False)
-        ticket = store.put(torch.ones(5000))
-        store.drop(ticket)
-        del ticket
-        store.wait()
-        store.release_idle()
-        del store
-    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
-
-
 @pytest.mark.second_tier
 def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of random sizes, the file, the memory, the descriptors and the threads stay as they were."""
