@@ -16,20 +16,11 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from tests.support.stores.faulty import soon
-from tests.support.stores.moving import Gate, chain, clean, pipe, read, right, slow, truth, write
+from tests.support.stores.moving import Gate, chain, clean, opened, pipe, read, right, slow, truth, write
 from tests.support.threads import together
 
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
 X = torch.linspace(-2, 2, 5000)
-
-
-def opened(gate: Gate, folder: pathlib.Path, **options: Any) -> dh.OnDisk:
-    """A new store may write to measure the disk; after that the gate is shut."""
-    gate.open.set()
-    store = dh.OnDisk(folder, **options)
-    gate.open.clear()
-    gate.waiting = 0
-    return store
 
 
 def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: Gate) -> None:

@@ -120,6 +120,15 @@ def shut(monkeypatch: pytest.MonkeyPatch) -> Any:
     gate.open.set()
 
 
+def opened(gate: Gate, folder: object, **options: Any) -> dh.OnDisk:
+    """A new store may write to measure the disk; after that the gate is shut."""
+    gate.open.set()
+    store = dh.OnDisk(folder, **options)
+    gate.open.clear()
+    gate.waiting = 0
+    return store
+
+
 class Nth:
     """Stands in for ``call``: does something else at its n-th call, and counts them."""
 
