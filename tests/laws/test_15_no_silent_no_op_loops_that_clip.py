@@ -233,16 +233,3 @@ def test_a_parameter_that_is_frozen_after_its_backward_is_in_the_step(which: lis
     assert watch.latest["grad_norm"] == pytest.approx(true, rel=1e-5)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, check_device=False)
-
-
-def test_an_attachment_that_is_dropped_is_not_kept() -> None:
-    import gc
-    import weakref
-
-    model = net()
-    watch = dh.gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), stats=[dh.stats.Norm()])
-    gone = weakref.ref(watch._checks.engine)
-    watch.remove()
-    del watch, model
-    gc.collect()
-    assert gone() is None
