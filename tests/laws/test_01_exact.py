@@ -108,24 +108,6 @@ def test_training_in_lower_precision_with_accumulation_has_the_same_losses(tmp_p
     assert saving.report().recast > 0
 
 
-def test_pack_functions_see_each_saved_tensor_once_as_torch_gives_it() -> None:
-    seen: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> int:
-        seen.append(tensor)
-        return len(seen) - 1
-
-    weight = nn.Parameter(torch.ones(3))
-    x = torch.randn(3)
-    with dh.saving(dh.Functions(pack, lambda index: seen[index])) as saved:
-        y = weight * x
-    assert {id(t) for t in seen} == {id(weight), id(x)} or [id(t) for t in seen] == [id(x)]
-    assert y.grad_fn._saved_other.data_ptr() == x.data_ptr()
-    y.sum().backward()
-    assert torch.equal(weight.grad, x)
-    assert saved.report().stored == sum(t.nbytes for t in seen)
-
-
 # --- Every kind of tensor, and torch's modes
 
 

@@ -309,21 +309,6 @@ def test_bits_are_those_of_blocks_that_are_compiled_one_by_one(to: Any, monkeypa
     assert identical(steps(blocks(model, "inductor")), alone)  # with hooks and without
 
 
-@pytest.mark.second_tier
-@pytest.mark.usefixtures("one_thread")
-def test_a_block_around_the_compiled_model_has_its_bits(to: Any) -> None:
-    whole = steps(model := Loop(), compiled := torch.compile(model))
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with saved:
-            return compiled(x)
-
-    saved = dh.saving(to)
-    assert identical(steps(model, forward), whole)
-    assert saved.report().moved > 2**18
-    assert breaks() == 0
-
-
 # --- Export, traces and transforms of models with hooks: what they make is as if no hooks were there
 
 
