@@ -166,18 +166,10 @@ def test_a_norm_of_different_sizes_on_different_ranks_is_right(p: float) -> None
             assert _norm([[grads[0]], [grads[1]]], p) == pytest.approx(_truth(torch.cat(grads), p), rel=1e-6, abs=0)
 
 
-def _row(grad: torch.Tensor, p: float) -> torch.Tensor:
-    layout = VectorLayout({Power(p): (0,)}, Engine(nn.ParameterList([nn.Parameter(torch.zeros(1))])).shards)
-    packed = layout.pack(Local(layout.shards, [grad], [LocalStats()], [[0]], 0, 1, torch.device("cpu")))
-    return packed[math.isinf(p)]
-
-
-@pytest.mark.parametrize("p", [*ORDERS, math.inf])
+@pytest.mark.parametrize("p", ORDERS)
 def test_norms_of_zeros_infinity_and_nan_are_right(p: float) -> None:
-    grad = torch.ones(5)
-    assert Power(p).norm(_row(grad * 0, p), dim=0) == 0
-    assert Power(p).norm(_row(torch.tensor([1.0, math.inf]), p), dim=0) == math.inf
-    assert Power(p).norm(_row(torch.tensor([1.0, math.nan, math.inf]), p), dim=0).isnan()
+    for grad, norm in ([0.0, 0.0], 0.0), ([1.0, math.inf], math.inf), ([1.0, math.nan, math.inf], math.nan):
+        assert _norm([[torch.tensor(grad)]], p) == pytest.approx(norm, abs=0, nan_ok=True)
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -350,10 +342,12 @@ def test_meshes_and_parameters_beside_them_equal_one_process(ranks: Ranks, engin
 # --- A predicate is shown the whole parameter, on every engine
 
 
-def _chosen(rank: int, engine: str) -> Any:
+def _whole(rank: int, engine: str) -> Any:
+    """Predicates of the size and of the number of dimensions."""
     model = make(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rules = [dh.only(lambda name, p: p.numel() > 20, dh.ClipNorm(1.0))]
+    large, flat = (lambda name, p: p.numel() > 20), (lambda name, p: p.ndim < 2)
+    rules = [dh.only(large, dh.ClipNorm(1.0)), dh.only(flat, dh.Scale(0.0))]
     with dh.gradients(model, optimizer, rules=rules, every=1) as watch:
         loss_of(model, 0, engine, rank).backward()
         optimizer.step()
@@ -361,29 +355,12 @@ def _chosen(rank: int, engine: str) -> Any:
     return norm, grads_of(model)
 
 
-@pytest.mark.second_tier
-@pytest.mark.dist
-def test_a_predicate_sees_the_whole_parameter_under_fsdp1(ranks: Ranks) -> None:
-    truth = _chosen(0, "plain")
-    for found in ranks(_chosen, "fsdp1"):
-        assert close(found, truth, 1e-5)
-
-
-def _flat_ones(rank: int, engine: str) -> dict[str, torch.Tensor]:
-    model = make(engine)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, rules=[dh.only(lambda name, p: p.ndim < 2, dh.Scale(0.0))]):
-        loss_of(model, 0, engine, rank).backward()
-        optimizer.step()
-    return grads_of(model)
-
-
 @pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])  # fsdp2 holds
-def test_a_predicate_of_the_number_of_dimensions_finds_the_biases(ranks: Ranks, engine: str) -> None:
-    truth = _flat_ones(0, "plain")
-    for found in ranks(_flat_ones, engine):
+def test_a_predicate_sees_the_whole_parameter(ranks: Ranks, engine: str) -> None:
+    truth = _whole(0, "plain")
+    for found in ranks(_whole, engine):
         assert close(found, truth, 1e-5)
 
 
