@@ -103,13 +103,8 @@ def measure(
     The weights, the buffers and the state of the random numbers are afterwards what they were before; gradients are
     None.
 
-    Args:
-        model: a model on the CPU.
-        inputs: a dict of keyword arguments, a tuple or list of positional arguments, or one argument.
-        autocast: gives the context of the forward and the loss.
-        optimizer: makes the optimizer; without it the step ends with the backward.
-        tracker: whether to run the step once more under MemTracker.
-        peaks: whether to run the step once more under :class:`LivingStorages`; if not, ``peaks`` stays empty.
+    Without an ``optimizer`` the step ends with the backward. With ``tracker`` the step runs once more under MemTracker,
+    and with ``peaks`` once more under :class:`LivingStorages`.
     """
     measured = Measured()
     with unchanged(model), saved_by_module(model, inputs) as saved, saved.hooks():
@@ -228,9 +223,7 @@ class _Held:
 class SavedBytes:
     """The storages under the tensors that autograd saved, by module; see [Note: what is a saved byte].
 
-    Args:
-        model: gives the names of the modules; its parameters and buffers do not count.
-        inputs: the example inputs, which are counted apart.
+    The parameters and buffers of ``model`` do not count, and ``inputs`` are counted apart.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -307,8 +300,7 @@ class LivingStorages(TorchDispatchMode):
     by ``UntypedStorage.resize_``, which FSDP uses to free memory, or by an operator such as ``aten.resize_``. Memory
     that an operator takes and frees inside itself is not seen.
 
-    Args:
-        there: models, optimizers and tensors whose storages are there from the beginning.
+    The storages of ``there`` (models, optimizers, tensors) are there from the beginning.
     """
 
     def __init__(self, *there: Any) -> None:
@@ -494,14 +486,7 @@ def largest_batch(
     """The largest batch whose real step stays within ``limit_bytes`` of living storages; 0 if none does.
 
     It doubles the batch until a step is too large, and then halves the interval: it takes for granted that a larger
-    batch takes more memory.
-
-    Args:
-        build: makes the model and its inputs for a batch.
-        limit_bytes: the limit of ``Measured.peak_bytes``.
-        autocast: gives the context of the forward and the loss.
-        optimizer: makes the optimizer.
-        most: no larger batch is tried.
+    batch takes more memory. No batch above ``most`` is tried.
     """
 
     def fits(batch: int) -> bool:

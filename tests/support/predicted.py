@@ -19,12 +19,7 @@ from tests.support.oracle import MakeContext, MakeOptimizer, Measured
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """A prediction and a measurement of the same step.
-
-    Attributes:
-        predicted: what ``explain`` says.
-        measured: what the real step saved and held.
-    """
+    """What ``explain`` says of a step, and what the real step saved and held."""
 
     predicted: Explanation
     measured: Measured
@@ -64,12 +59,9 @@ def beside(
 ) -> Beside:
     """Predict a step of what ``build`` builds, and run it.
 
-    Args:
-        build: makes a model and its inputs; called once in the fake run and once for real.
-        autocast: gives the context of the real forward; the prediction takes autocast to bfloat16 then.
-        optimizer: makes the optimizer; None for no step. Its state is there from the beginning, as in every step but
-            the first.
-        peaks: whether to measure the peaks too.
+    ``build`` is called once in the fake run and once for real. With ``autocast``, the context of the real forward, the
+    prediction takes autocast to bfloat16. The optimizer's state is there from the beginning, as in every step but the
+    first.
     """
     dtype = torch.bfloat16 if autocast is not None else None
     predicted = dh.explain(build, device="cpu", autocast=dtype, optimizer=optimizer, loss=oracle.loss_of)

@@ -43,9 +43,7 @@ AUTOCAST: set[str] = set()
 def build(name: str, **sizes: int) -> Built:
     """The model ``name`` of ``ZOO`` or ``FULL``, from seed 0, in training mode, and its inputs.
 
-    Args:
-        name: a key of ``ZOO`` or of ``FULL``.
-        sizes: ``batch`` and ``seq`` (tokens, frames, or pixels of a side), where the default shall not hold.
+    ``sizes`` are ``batch`` and ``seq`` (tokens, frames, or pixels of a side), where the default shall not hold.
     """
     torch.manual_seed(0)
     module, inputs = {**ZOO, **FULL}[name](**sizes)
@@ -75,13 +73,7 @@ def tokens(vocabulary: int, batch: int, seq: int) -> torch.Tensor:
 
 
 def hf(model: str, config: str, **sizes: Any) -> Any:
-    """A model of transformers with random weights.
-
-    Args:
-        model: the name of its class.
-        config: the name of the class of its configuration.
-        sizes: the fields of the configuration.
-    """
+    """A model of transformers with random weights, by the names of its class and of its configuration's."""
     library = importlib.import_module("transformers")
     return getattr(library, model)(getattr(library, config)(**sizes))
 
@@ -448,14 +440,6 @@ def llama3_8b(batch: int = 1, seq: int = 4096) -> Built:
 def llama3_70b(batch: int = 1, seq: int = 4096) -> Built:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     return _llama3(batch, seq, **sizes)
-
-
-@full
-def vit_large(batch: int = 64, seq: int = 224) -> Built:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-    images, classes = torch.randn(batch, 3, seq, seq), torch.randint(0, 1000, (batch,))
-    module = hf("ViTForImageClassification", "ViTConfig", **sizes, image_size=seq, patch_size=16, num_labels=1000)
-    return module, {"pixel_values": images, "labels": classes}
 
 
 #: The models whose largest batch ``--fits`` has to find; each grows by its ``batch``.
