@@ -439,7 +439,6 @@ class _Replay:
         counts = tape.about.get("operators", (0, 0))
         seconds = zip(counts, tape.seconds(), strict=True)
         self.launching = [count * machine.rates.host_operator_s / max(each, 1e-30) for count, each in seconds]
-        self.is_decoded: set[int] = set()
         self.in_full: set[int] = set()  # storages that a codec keeps in another size, and that are there in full
         policy.begin(machine)
         for kind, value in tape.steps:

@@ -58,7 +58,6 @@ class Planned(Policy):
         window: bytes of the device's limit that are left to copies on their way without a plan.
         is_joined: a group is one copy, which is sent when it is complete. Otherwise each storage is sent at its put.
         is_written_through: of a tape that is not known everything is sent; otherwise what passes the limit.
-        is_learning: plan by the order in which the last backward read; otherwise by the reverse order of saves.
     """
 
     name = "plan"
@@ -72,10 +71,9 @@ class Planned(Policy):
         window: int = 0,
         is_joined: bool = True,
         is_written_through: bool = True,
-        is_learning: bool = True,
     ) -> None:
         self.limits, self.group, self.window = limits, group, window
-        self.is_joined, self.is_written_through, self.is_learning = is_joined, is_written_through, is_learning
+        self.is_joined, self.is_written_through = is_joined, is_written_through
         self.limit = limits[0]
         self.tapes = Tapes(self._plan)
         self._order: list[Block] = []
@@ -95,7 +93,7 @@ class Planned(Policy):
         super().begin(machine)
         if self._order:
             needed = [0 if i in self._early else block.nbytes for i, block in enumerate(self._order)]
-            self.tapes.end(self._reads if self.is_learning else None, needed)
+            self.tapes.end(self._reads, needed)
         self._order, self._reads, self._early = [], [], set()
         self._is_backward = False
         self._open: list[Block] = []  # the group that is being filled
