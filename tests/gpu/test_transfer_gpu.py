@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -18,20 +16,6 @@ MiB = 1 << 20
 @pytest.fixture
 def cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def test_memory_of_the_pool_is_pinned(cuda: torch.device) -> None:
-    pool = PinnedPool(cuda)
-    host = pool.tensor(torch.Size([5 * MiB]), torch.uint8)
-    assert host.is_pinned()
-    assert host[4096:].is_pinned()
-    assert not pool.refused
-    address = host.data_ptr()
-    del host
-    pool.clear()
-    assert pool.held == 0
-    gc.collect()
-    assert address
 
 
 def test_copies_run_beside_the_computation(cuda: torch.device) -> None:

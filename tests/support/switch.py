@@ -27,7 +27,6 @@ _NARROW = "of the CPU's autocast; tests/gpu/test_saved_gpu.py has a GPU's, whose
 _THREADS = "its threads make tensors of the CPU: a default device is this thread's alone"
 #: Tests that are of the CPU alone, by the beginning of their name, and why.
 EXCEPT = {
-    "test_a_tensor_that_codec_and_store_leave_in_place_stays_the_users": "what is in the CPU's memory already",
     "test_threads_share_the_tiers": _THREADS,
     "test_training_in_lower_precision_": _NARROW,
     "test_an_autocast_copy_": _NARROW,
@@ -40,7 +39,6 @@ EXCEPT = {
 if KIND == "sim":
     EXCEPT |= {
         "test_gradients_of_modules_attached_in_place_are_exact[recurrent-": "no fused recurrent kernel there",
-        "test_functional_transforms_pass_through": "torch's transforms crash with the simulated accelerator",
         "test_exotic_tensors_are_kept_and_counted": "the simulated accelerator has no sparse tensors",
         "test_every_kind_of_tensor_is_exact": "nor those, nor may torch set the data of a conjugate view there",
         "test_gradients_of_every_operator": "minutes; linalg.lstsq raises something else on the simulated accelerator",
