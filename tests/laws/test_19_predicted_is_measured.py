@@ -7,7 +7,7 @@ exceeded, from the first step on."
 on the CPU, whose operators both sides use, the saved bytes that `explain` names for each module are those of a real
 step, to the byte, and so is the peak; with a plan the bytes that the hooks store, move, share, recompute and keep are
 those of the run's report. A limit or a budget is never exceeded, from the first step on, whichever store holds it.
-`test_19_predicted_is_measured_zoo.py` has all models, `test_19_predicted_is_measured_modules.py` torch's own modules.
+`test_19_predicted_is_measured_modules.py` has torch's own modules.
 """
 
 from __future__ import annotations
@@ -38,16 +38,28 @@ BUILT = ROOT / "tests" / "support" / "jobs" / "built.py"
 
 #: One of each way to save, under autocast and with both kinds of checkpointing among them. They need torch alone.
 FEW = (*zoo.FEW, "stack_checkpointed", "stack_checkpointed_autocast")
+#: Models with a router, whose choice is not known: each expert is assumed to be chosen equally often.
+ROUTED = {"mixtral", "mixtral_loop"}
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.first_tier(name=FEW)
+@pytest.mark.parametrize("name", zoo.names())
 def test_explain_names_the_bytes_that_a_real_step_saves_and_holds(name: str) -> None:
+    """Those of each module, and the peak; of few models in a step with an optimizer."""
+    if name not in FEW:
+        pytest.importorskip("transformers")
+        pytest.importorskip("peft")
     context = functools.partial(zoo.context, name) if name in zoo.AUTOCAST else None
-    found = beside(functools.partial(zoo.build, name), context, functools.partial(torch.optim.AdamW, lr=1e-3))
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3) if name in FEW else None
+    found = beside(functools.partial(zoo.build, name), context, optimizer)
     assert found.wrong() == {}
     assert found.predicted.saved_bytes > 1 << 19
-    assert found.peak_off == 0
-    assert found.predicted.unknown == ()
+    if name in zoo.DATA_DEPENDENT:
+        # Experts that take unequal numbers of tokens have another peak, but they save the same bytes together.
+        assert abs(found.peak_off) < 0.1 * found.measured.peak_bytes
+    else:
+        assert found.peak_off == 0
+    assert {each.what for each in found.predicted.unknown} == ({"what topk chooses"} if name in ROUTED else set())
 
 
 def test_explain_names_the_bytes_of_each_module() -> None:
