@@ -310,49 +310,6 @@ def test_only_tensors_are_saved(pair: Pair) -> None:
         pair(torch.mul, ones(5), c)
 
 
-class Scribble(torch.autograd.Function):
-    """Writes into what it saved, in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        ctx.saved_tensors[0].mul_(0)
-        return grad
-
-
-@pytest.mark.parametrize("closed", [True, False])
-@pytest.mark.parametrize("before", [True, False])
-def test_a_backward_may_write_into_what_it_saved_inside_the_block(
-    before: bool, closed: bool, tmp_path: pathlib.Path
-) -> None:
-    """Another node that saved the same tensor gets the contents that were saved.
-
-    Otherwise it gets the error that torch raises without hooks, and never other values.
-    """
-    x = ones(5)
-    h = x * 3
-
-    def both() -> torch.Tensor:
-        one = h.square() if before else Scribble.apply(h)
-        two = Scribble.apply(h) if before else h.square()
-        return (one + two).sum() if closed else torch.autograd.grad((one + two).sum(), x, retain_graph=True)[0]
-
-    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
-        try:
-            y = both()
-            found = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2)] if closed else [y]
-        except dh.errors.MutationError:
-            found = []
-    for grad in found:
-        torch.testing.assert_close(grad, (18 * x + 3).detach())
-    assert saved.report().stored > 0
-
-
 # --- A saved tensor that backward returns becomes a gradient, which is added to; nobody else sees that
 
 

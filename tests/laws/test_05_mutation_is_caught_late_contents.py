@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
 import pathlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ import disthooks as dh
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import Store
 from tests.support.functions import Prepared
+from tests.support.stores.moving import Gate, opened
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,40 +175,35 @@ def test_contents_are_those_of_torchs_own_copies(
         assert torch.equal(one, other)
 
 
-def test_a_write_before_the_file_is_written_changes_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The contents are right even if the thread that writes them comes late."""
-    go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
-    store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
-    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
-    x = torch.randn(512, 512, requires_grad=True)
+def test_a_write_before_the_file_is_written_changes_nothing(tmp_path: pathlib.Path, gate: Gate) -> None:
+    """The contents are right even if the thread that writes them comes late: a leaf's, a constant's, activations'."""
+    store = opened(gate, tmp_path)
+    x, mask = torch.randn(512, 512, requires_grad=True), torch.full((512, 512), 5.0)
+    before = x.detach().clone()
     with dh.saving(store):
         y = x.relu()
         z = y.exp()
-    y.data.fill_(3)
-    z.data.fill_(7)
-    go_on.set()
+        masked, square = (x * mask).sum(), x.square().sum()
+    for written in (x, mask, y, z):
+        written.data.fill_(3)
+    gate.open.set()
     store.wait()
-    (got,) = torch.autograd.grad(z.sum(), x)
-    assert torch.equal(got, torch.where(x > 0, x.exp(), 0.0))
-
-
-def _x(*shape: int) -> torch.Tensor:
-    return torch.ones(*shape)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], torch.where(before > 0, before.exp(), 0.0))
+    assert torch.equal(torch.autograd.grad(masked, x)[0], torch.full_like(x, 5.0))
+    assert torch.equal(torch.autograd.grad(square, x)[0], 2 * before)
 
 
 SHAPES: dict[str, Callable[[], torch.Tensor]] = {
-    "vector": lambda: _x(5),
-    "matrix": lambda: _x(64, 64),
-    "row": lambda: _x(1, 4096),
-    "column": lambda: _x(4096, 1),
-    "transposed": lambda: _x(32, 64).t(),
-    "part": lambda: _x(64, 96)[:, 8:40],
-    "most": lambda: _x(65, 64)[1:],
-    "channels last": lambda: _x(2, 8, 16, 16).to(memory_format=torch.channels_last),
-    "expanded": lambda: _x(64, 1).expand(64, 64),
-    "strided": lambda: _x(64, 64)[::2, ::2],
+    "vector": lambda: torch.ones(5),
+    "matrix": lambda: torch.ones(64, 64),
+    "row": lambda: torch.ones(1, 4096),
+    "column": lambda: torch.ones(4096, 1),
+    "transposed": lambda: torch.ones(32, 64).t(),
+    "part": lambda: torch.ones(64, 96)[:, 8:40],
+    "most": lambda: torch.ones(65, 64)[1:],
+    "channels last": lambda: torch.ones(2, 8, 16, 16).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.ones(64, 1).expand(64, 64),
+    "strided": lambda: torch.ones(64, 64)[::2, ::2],
     "scalar": lambda: torch.tensor(1.0),
 }
 PLACES: dict[str, Callable[[pathlib.Path], Any]] = {
@@ -245,23 +239,29 @@ def _laid_out(like: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return base.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in flight", "written"])
+@pytest.mark.parametrize("when", ["in the block", "in flight", "written"])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_backward_may_write_into_what_it_saved(
-    shape: str, place: str, first: bool, late: bool, tmp_path: pathlib.Path
+    shape: str, place: str, first: bool, when: str, tmp_path: pathlib.Path
 ) -> None:
     """Another node that saved the same tensor gets the contents that were saved.
 
-    So it is with torch's own hooks that copy, and the user's memory is intact.
+    So it is with torch's own hooks that copy, and the user's memory is intact. In the block the error that torch raises
+    without hooks is right, too.
     """
     like, leaf, store = SHAPES[shape](), torch.ones((), requires_grad=True), PLACES[place](tmp_path)
-    with dh.saving(store):
+    functions = (Halves.apply, torch.square) if first else (torch.square, Halves.apply)
+    with dh.saving(store), contextlib.suppress(dh.errors.MutationError):
         h = _laid_out(like, leaf)
-        functions = (Halves.apply, torch.square) if first else (torch.square, Halves.apply)
         y = functions[0](h).sum() + functions[1](h).sum()
-    if late:
+        if when == "in the block":
+            for _ in range(2):
+                assert torch.autograd.grad(y, leaf, retain_graph=True)[0] == 21 * h.numel()
+    if when == "in the block":
+        return
+    if when == "written":
         store.store.wait()
     content = h.detach().clone()
     for _ in range(2):
