@@ -30,6 +30,7 @@ from disthooks.errors import StoreError
 from disthooks.saved.contents import StoredTickets
 from disthooks.saved.hooks import SavedTensorHooks
 from disthooks.saved.pipeline import pipeline
+from tests.support.functions import SavesItsOutput
 from tests.support.models import Tiny, identical, tokens
 from tests.support.stores.faulty import AsAsked, Watch, fail, full, interrupt, left, line, soon, suppressed
 from tests.support.stores.pairs import Pair, ones
@@ -123,42 +124,34 @@ def make(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Callable[...
     return lambda **faults: Step(*request.param, tmp_path, **faults)
 
 
-def test_all_is_back_after_a_backward(make: Callable[..., Step]) -> None:
-    step = make()
-    loss = step.forward()
-    assert step.report().held > 0
-    assert step.watch.alive() > 0
-    step.backward(loss)
-    del loss
-    step.assert_all_is_back()
-
-
-def test_all_is_back_after_a_graph_was_dropped(make: Callable[..., Step]) -> None:
-    step = make()
-    for _ in range(3):
-        step.forward()
-    step.assert_all_is_back()
-
-
-def test_all_is_back_after_a_graph_was_retained(make: Callable[..., Step]) -> None:
-    step = make()
+def _retained(step: Step) -> None:
     loss = step.forward()
     held = step.report().held
     for _ in range(3):
         step.backward(loss, retain_graph=True)
     assert step.report().held == held
-    del loss
-    step.assert_all_is_back()
 
 
-def test_all_is_back_with_a_list_of_losses(make: Callable[..., Step]) -> None:
-    step = make()
+def _one_after_the_other(step: Step) -> None:
     losses = [step.forward() for _ in range(3)]
     held = step.report().held
     step.backward(losses.pop())
     assert 0 < step.report().held < held
     step.backward(losses.pop())
-    losses.clear()
+
+
+ENDS: dict[str, Callable[[Step], object]] = {
+    "a backward": lambda step: step.backward(step.forward()),
+    "a graph was dropped": lambda step: all(step.forward() is not None for _ in range(3)),
+    "a graph was retained": _retained,
+    "two of three losses were differentiated": _one_after_the_other,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_all_is_back_after(end: str, make: Callable[..., Step]) -> None:
+    step = make()
+    ENDS[end](step)
     step.assert_all_is_back()
 
 
@@ -195,19 +188,6 @@ def test_all_is_back_after_a_store_was_full_or_could_not_be_read(at: int, make: 
         with suppressed(StoreError):
             step.backward(step.forward())
         step.assert_all_is_back()
-
-
-def test_a_forward_that_does_not_fit_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    """The forward that does not fit leaves nothing, and the next one that does fit runs."""
-    store = dh.OnDisk(tmp_path, limit=10_000)  # two pages
-    model = dh.SaveWith(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16)), pipeline(store, at_least=0))
-    for rows in (8, 100, 8, 1000, 8):
-        if rows == 8:
-            model(torch.ones(rows, 8)).sum().backward()
-        else:
-            with suppressed(StoreError):
-                model(torch.ones(rows, 8))
-        assert store.budget.held == model.report().held == 0
 
 
 def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,16 +294,6 @@ def test_a_full_store_says_what_still_counts(tmp_path: pathlib.Path) -> None:
     y.sum().backward()
 
 
-def test_a_pack_that_raises_holds_nothing() -> None:
-    def pack(tensor: torch.Tensor) -> object:
-        raise ValueError
-
-    saved = dh.saving(dh.Functions(pack, lambda packed: packed))
-    with pytest.raises(ValueError), saved:
-        torch.ones(4, requires_grad=True).exp()
-    assert saved.report().held == 0
-
-
 # --- Whatever goes away before the graph does
 
 
@@ -415,6 +385,7 @@ def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:
 
 
 OUTPUTS = [torch.relu, torch.exp, torch.sigmoid, torch.tanh, torch.sqrt, lambda x: x.softmax(0), lambda x: x.cumprod(0)]
+OUTPUTS.append(SavesItsOutput.apply)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -425,43 +396,6 @@ def test_a_saved_output_makes_no_cycle(function: Callable, kind: str, tmp_path: 
     with watch, saved:
         y = function(x)
     assert saved.report().held >= x.nbytes
-    del y
-    assert left(lambda: saved.report().held, account, watch.alive) == (0, 0, 0)
-
-
-class Own(torch.autograd.Function):
-    """Saves an input, an output and something between, and keeps one more as an attribute."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
-        between = x.exp()
-        y = between * 2
-        ctx.save_for_backward(x, between, y)
-        ctx.shape, ctx.between, ctx.fails = x.shape, between, fails
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        _, between, y = ctx.saved_tensors
-        if ctx.fails:
-            raise AsAsked
-        return grad * (y - between), None
-
-
-@pytest.mark.parametrize("end", ["backward", "dropped", "fails"])
-@pytest.mark.parametrize("kind", STORES)
-def test_a_custom_function_leaves_nothing(kind: str, end: str, tmp_path: pathlib.Path) -> None:
-    to, account = line(kind, tmp_path)
-    watch, saved, x = Watch(), dh.saving(to), torch.ones(64, requires_grad=True)
-    with watch, saved:
-        y = Own.apply(x, end == "fails")
-    assert saved.report().held == 3 * x.nbytes
-    if end == "backward":
-        y.sum().backward()
-    elif end == "fails":
-        with suppressed(AsAsked):
-            y.sum().backward()
-    x.grad = None
     del y
     assert left(lambda: saved.report().held, account, watch.alive) == (0, 0, 0)
 
@@ -489,27 +423,6 @@ def test_an_abandoned_generator_leaves_nothing(kind: str, how: str, tmp_path: pa
     del generator
     assert top_hooks(True) is None
     assert (saved.report().held, account()) == (0, 0)
-
-
-def test_an_abandoned_coroutine_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
-
-    @types.coroutine
-    def pause() -> Iterator[None]:
-        yield
-
-    async def work() -> None:
-        with saved:
-            y = torch.ones(64, requires_grad=True).exp()
-            await pause()
-            y.sum().backward()
-
-    coroutine = work()
-    coroutine.send(None)
-    assert top_hooks(True) is not None
-    coroutine.close()
-    assert top_hooks(True) is None
-    assert saved.report().held == 0
 
 
 # --- Files have no name, and go with the process
