@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import disthooks as dh
 from disthooks.saved.pipeline import Pipeline, pipeline
 from disthooks.saved.report import SavedReport
-from disthooks.saved.stores.base import Store
+from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import left
 from tests.support.switch import KIND
 
@@ -35,21 +35,6 @@ MUTATED = "a saved tensor was changed in place"
 TWICE = ("double backward", "in place, double backward", "wrapped, double backward")
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@dataclasses.dataclass(frozen=True)
-class Copies(Store):
-    """Keeps copies of the bytes; OnCpu leaves what is in CPU memory where it is, which proves nothing of copying."""
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    def get(self, ticket: torch.Tensor) -> torch.Tensor:
-        return ticket.clone()
-
-    def drop(self, ticket: torch.Tensor) -> None:
-        if ticket.numel():
-            ticket.view(-1).view(torch.uint8).fill_(0xAB)  # who reads it after this reads garbage
 
 
 def pipelines(folder: object) -> dict[str, Pipeline]:
@@ -177,9 +162,7 @@ def quiet() -> Iterator[None]:
 class Tally:
     """The counts of one dtype, store by store, and the names of what is wrong.
 
-    Args:
-        dtype: for the title.
-        varying: names of entries whose outputs torch itself rounds differently from call to call, with the reason.
+    ``varying`` are names of entries whose outputs torch itself rounds differently from call to call, with the reason.
     """
 
     def __init__(self, dtype: torch.dtype, varying: Mapping[str, str]) -> None:

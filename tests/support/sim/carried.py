@@ -10,20 +10,11 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.pipeline import pipeline
 from tests.support.sim import simulated
+from tests.support.stores.moving import chain, pipe
 
-
-def every(store: Any) -> Any:
-    """All tensors go to ``store``, however small."""
-    return pipeline(store, at_least=0)
-
-
-def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
-    """Each function saves what it gets: ``length`` tensors as large as ``x``."""
-    for _ in range(length):
-        x = x.sin()
-    return x.sum()
+#: All tensors go to the store, however small.
+every = pipe
 
 
 def given(device: torch.device, numel: int = 50_000, seed: int = 0) -> torch.Tensor:

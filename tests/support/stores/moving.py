@@ -27,7 +27,7 @@ def pipe(store: Any) -> Any:
     return pipeline(store, at_least=0)
 
 
-def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
     """Each function saves what it gets: ``length`` tensors as large as ``x``."""
     for _ in range(length):
         x = x.sin()
