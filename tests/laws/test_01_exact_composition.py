@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import disthooks as dh
 from disthooks.saved.attach import SavingHandle
 from disthooks.saved.pipeline import pipeline
+from tests.support import no_warning
 from tests.support.models import Block, Tiny, identical, step, tokens
 
 pytestmark = pytest.mark.any_device
@@ -256,8 +256,7 @@ def test_a_checkpoint_inside_has_its_inputs_stored(kind: str, tmp_path: pathlib.
         with saved:
             return checkpoint(block, x.sin(), **KINDS[kind])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         assert identical(_gradients(block, run), truth)
     # x and sin(x), and the state of the random numbers that a checkpoint saves; the products that a selective one keeps
     products = 9 * x_bytes if kind == "selective" else 0
@@ -285,8 +284,7 @@ def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_pat
     calls.clear()
     with pytest.warns(UserWarning, match=r"stepped back in 'Block'.*SaveWith\(checkpointed"):
         assert identical(_gradients(block, lambda x: checkpoint(model, x, **KINDS[kind])), truth)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the warning comes once
+    with no_warning():  # the warning comes once
         assert identical(_gradients(block, lambda x: checkpoint(model, x, **KINDS[kind])), truth)
     assert len(calls) == 2 * recomputed
     report = attached.report()

@@ -78,8 +78,12 @@ def test_every_dtype_comes_back_from_a_store(store: Callable, dtype: torch.dtype
     assert place.budget.held == 0
 
 
-def _all_return(views: list[torch.Tensor], kind: str, folder: object) -> None:
-    to, account = line(kind, folder)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["disk", "copies"])
+def test_every_dtype_goes_through_autograd(kind: str, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    to, account = line(kind, tmp_path)
+    x = example(dtype, 8, 12)
+    views = [view(x) for view in VIEWS.values()]
     with dh.saving(to) as saved:
         y = Save.apply(torch.zeros(1, requires_grad=True), *views)
     for view, back in zip(views, y.grad_fn.saved_tensors, strict=True):
@@ -87,13 +91,6 @@ def _all_return(views: list[torch.Tensor], kind: str, folder: object) -> None:
     y.backward()
     assert (saved.report().held, account()) == (0, 0)
     assert saved.report().stored > 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["disk", "copies"])
-def test_every_dtype_goes_through_autograd(kind: str, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
-    x = example(dtype, 8, 12)
-    _all_return([view(x) for view in VIEWS.values()], kind, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,7 +17,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.report import SavedReport
 from disthooks.saved.weights import AutocastCopy
 from tests.support.models import identical
 from tests.support.replicas import replicate
@@ -25,19 +24,14 @@ from tests.support.replicas import replicate
 pytestmark = pytest.mark.any_device
 
 
-def _stored(store_folder: pathlib.Path, run: object) -> SavedReport:
-    with dh.saving(pipeline(dh.OnDisk(store_folder), at_least=0)) as saved:
-        y = run()
-    y.sum().backward()
-    return saved.report()
-
-
 def test_parameters_and_their_views_stay(tmp_path: pathlib.Path) -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     x = torch.randn(8, 64, requires_grad=True)
-    report = _stored(tmp_path, lambda: x @ weight + x @ weight.t() + x @ weight.view(64, 64)[:].t())
-    assert report.stored == x.nbytes
-    assert report.kept_by["parameter"] == 3 * weight.nbytes
+    with dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0)) as saved:
+        y = x @ weight + x @ weight.t() + x @ weight.view(64, 64)[:].t()
+    y.sum().backward()
+    assert saved.report().stored == x.nbytes
+    assert saved.report().kept_by["parameter"] == 3 * weight.nbytes
 
 
 def test_a_buffer_and_a_detached_weight_stay(tmp_path: pathlib.Path) -> None:

@@ -155,14 +155,10 @@ def test_all_is_back_after(end: str, make: Callable[..., Step]) -> None:
     step.assert_all_is_back()
 
 
-def _nothing(*_: object) -> None:
-    """A hook that does nothing."""
-
-
 def _break(model: nn.Module, when: str, what: Callable) -> Any:
     if when == "backward":
         return model[1].register_forward_hook(lambda module, args, y: y.register_hook(what) and None)
-    return model[3 if when == "forward" else 4].register_forward_hook(what if when == "forward" else _nothing)
+    return model[3].register_forward_hook(what if when == "forward" else lambda *_: None)
 
 
 @pytest.mark.parametrize("what", [fail, interrupt])
@@ -297,16 +293,13 @@ def test_a_full_store_says_what_still_counts(tmp_path: pathlib.Path) -> None:
 # --- Whatever goes away before the graph does
 
 
-def _parts(step: Step) -> tuple:
-    return step.report, step.budget, step.watch
-
-
 @pytest.mark.parametrize("gone", ["hooks", "model", "everything"])
 def test_a_graph_outlives_what_made_it(gone: str, make: Callable[..., Step]) -> None:
     step, plain = make(), make()
     plain.model.load_state_dict(step.model.state_dict())
     plain.backward(plain.forward())
-    x, weight, report, account, watch = step.x.requires_grad_(), next(step.model.parameters()), *_parts(step)
+    x, weight = step.x.requires_grad_(), next(step.model.parameters())
+    report, account, watch = step.report, step.budget, step.watch
     loss = step.forward()
     if gone == "hooks" and hasattr(report.__self__, "remove"):
         report.__self__.remove()

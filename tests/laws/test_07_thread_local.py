@@ -23,8 +23,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 import disthooks as dh
 from disthooks._torch import hooks_allowed, top_hooks
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores.base import Store
 from tests.support.replicas import replicate
+from tests.support.stores.copies import Copies
 from tests.support.stores.pairs import Pair, ones
 from tests.support.threads import together
 
@@ -72,50 +72,36 @@ def test_an_exception_leaves_no_hook(value: float, kind: type[BaseException], tm
     model(bad / value).sum().backward()
 
 
-class Slow(Store):
-    """A store whose reads wait until the test lets them go on."""
-
-    def __init__(self) -> None:
-        self.reading, self.go_on = threading.Event(), threading.Event()
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    def get(self, ticket: torch.Tensor) -> torch.Tensor:
-        self.reading.set()
-        assert self.go_on.wait(60)
-        return ticket.clone()
-
-    def drop(self, ticket: torch.Tensor) -> None:
-        pass
-
-
 def test_a_backward_reads_what_a_forward_saves_again() -> None:
     """One thread holds the lock of the packed value and wants that of the counters.
 
     Another thread wants them in the other order.
     """
-    store = Slow()
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow(Copies):
+        def get(self, ticket: torch.Tensor) -> torch.Tensor:
+            reading.set()
+            assert go_on.wait(60)
+            return super().get(ticket)
+
     x = torch.randn(256, 64, requires_grad=True)
-    with dh.saving(store) as saving:
+    with dh.saving(Slow()) as saving:
         y = x.exp()
         z = y.sin()
 
-        def read() -> None:
-            z.sum().backward()
-
         def save() -> None:
-            assert store.reading.wait(60)
+            assert reading.wait(60)
             with saving:
                 y[:64].cos()
 
-        threads = [threading.Thread(target=one, daemon=True) for one in (read, save)]
+        threads = [threading.Thread(target=one, daemon=True) for one in (lambda: z.sum().backward(), save)]
         y.sum()  # the contents of y are taken
         for thread in threads:
             thread.start()
-        assert store.reading.wait(60)
+        assert reading.wait(60)
         threads[1].join(0.5)  # it saves, or waits for the reader
-        store.go_on.set()
+        go_on.set()
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)

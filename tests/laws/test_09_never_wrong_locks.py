@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores.base import Store, StoreReport
+from disthooks.saved.stores.base import StoreReport
 from tests.support.models import identical
+from tests.support.stores.copies import Copies
 
 
 def _model() -> nn.Module:
@@ -30,15 +31,6 @@ def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     model(x).square().sum().backward()
     return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-
-def _stores(folder: pathlib.Path) -> dict[str, list[Any]]:
-    return {
-        "disk": [dh.OnDisk(folder, in_flight="64 KiB", checksum=True)],
-        "tiers": [dh.Tiered(dh.OnCpu("12 KiB"), dh.OnDevice("16 KiB"), dh.OnDisk(folder, in_flight="64 KiB"))],
-        "again": [dh.Recompute(), dh.OnDisk(folder, in_flight="64 KiB")],
-        "codec": [dh.Cast(torch.bfloat16), dh.OnCpu()],
-    }
 
 
 LIMIT = 60.0  # seconds, for what takes milliseconds unless it hangs
@@ -74,38 +66,27 @@ def in_time(function: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-class Silent(Store):
-    """A store that does not answer when it is asked for a report, until it may."""
-
-    def __init__(self) -> None:
-        self.asked, self.may = threading.Event(), threading.Event()
-
-    def put(self, tensor: torch.Tensor) -> Any:
-        return tensor.clone()
-
-    def get(self, ticket: Any) -> torch.Tensor:
-        return ticket
-
-    def drop(self, ticket: Any) -> None:
-        pass
-
-    def report(self) -> tuple[StoreReport, ...]:
-        self.asked.set()
-        self.may.wait(LIMIT)
-        return (StoreReport("Silent()", held=7),)
-
-
 def test_a_report_that_waits_for_its_store_stops_nobody() -> None:
-    store, model, x, told = Silent(), _model(), torch.randn(8, 64), []
+    asked, may, told = threading.Event(), threading.Event(), []
+
+    class Silent(Copies):
+        """Does not answer when it is asked for a report, until it may."""
+
+        def report(self) -> tuple[StoreReport, ...]:
+            asked.set()
+            may.wait(LIMIT)
+            return (StoreReport("Silent()", held=7),)
+
+    model, x = _model(), torch.randn(8, 64)
     expected = _step(model, x)
-    saving = dh.save_activations(model, "*", pipeline(store, at_least=0))
+    saving = dh.save_activations(model, "*", pipeline(Silent(), at_least=0))
     asks = threading.Thread(target=lambda: told.append(saving.report()), daemon=True)
     asks.start()
-    assert store.asked.wait(LIMIT)
+    assert asked.wait(LIMIT)
     found: list[Any] = []
     assert in_time(lambda: found.extend(_step(model, x))), "a step waits for a report"
     assert identical(found, expected)
-    store.may.set()
+    may.set()
     asks.join(LIMIT)
     assert told[0].tiers[0].held == 7
     assert told[0].calls == 1
@@ -113,13 +94,15 @@ def test_a_report_that_waits_for_its_store_stops_nobody() -> None:
 
 @pytest.mark.forks
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["disk", "tiers"])
-def test_a_monitor_works_beside_forked_workers(kind: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_a_monitor_works_beside_forked_workers(is_tiered: bool, tmp_path: pathlib.Path) -> None:
+    disk = dh.OnDisk(tmp_path, in_flight="64 KiB", checksum=not is_tiered)
+    store = dh.Tiered(dh.OnCpu("12 KiB"), dh.OnDevice("16 KiB"), disk) if is_tiered else disk
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 64))
     model = _model()
     expected = [_step(model, x) for _ in range(4) for (x,) in DataLoader(data, batch_size=8)]
-    saving = dh.save_activations(model, "*", pipeline(*_stores(tmp_path)[kind], at_least=0))
+    saving = dh.save_activations(model, "*", pipeline(store, at_least=0))
     found: list[Any] = []
 
     def train() -> None:

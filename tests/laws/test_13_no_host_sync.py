@@ -29,6 +29,7 @@ from disthooks.engines import skip
 from disthooks.engines.base import Engine
 from disthooks.grads import records
 from disthooks.grads.attachment import Gradients
+from tests.support import no_warning
 from tests.support.sim import simulated
 from tests.support.sim.carried import no_waits
 
@@ -116,15 +117,13 @@ def test_rules_never_wait(valueless: None, rules: list[Any]) -> None:
     _train(rules, [])
 
 
-STATS: list[Any] = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(), stats.NonFinite(), stats.Moments()]
-
-
-STATS += [stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(per_parameter=True), stats.Weights()]
-
-
-STATS += [stats.Updates(), stats.Spread(), stats.NoiseScale()]
-STATS += [stats.Updates(per_parameter=True), stats.RankMaxAbs(per_parameter=True), stats.Loss(), stats.Times()]
-STATS += [stats.Activations(), stats.Fingerprints(), stats.SpikeScore(), stats.OptimizerState()]
+STATS: list[Any] = [
+    *(stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(), stats.NonFinite(), stats.Moments()),
+    *(stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(per_parameter=True), stats.Weights()),
+    *(stats.Updates(), stats.Updates(per_parameter=True), stats.Spread(), stats.RankMaxAbs(per_parameter=True)),
+    *(stats.NoiseScale(), stats.Loss(), stats.Times(), stats.Activations(), stats.Fingerprints()),
+    *(stats.SpikeScore(), stats.OptimizerState()),
+]
 
 
 @pytest.mark.parametrize("stat", STATS, ids=str)
@@ -136,22 +135,18 @@ def test_the_search_for_spikes_never_waits(valueless: None) -> None:
     _train([], [stats.NonFinite(), stats.Norm()], recent=4)
 
 
-def _reads(name: str, grad: torch.Tensor) -> torch.Tensor:
-    return grad / grad.abs().max().item()
+WAITS: dict[str, Any] = {
+    "reads": lambda name, grad: grad / grad.abs().max().item(),
+    "branches": lambda name, grad: grad if grad.sum() > 0 else -grad,
+    "copies": lambda name, grad: grad * torch.ones(grad.shape).to("meta"),
+    "selects": lambda name, grad: grad[grad > 0].sum() * grad,
+}
 
 
-def _branches(name: str, grad: torch.Tensor) -> torch.Tensor:
-    return grad if grad.sum() > 0 else -grad
-
-
-def _copies(name: str, grad: torch.Tensor) -> torch.Tensor:
-    return grad * torch.ones(grad.shape).to("meta")
-
-
-@pytest.mark.parametrize("rule", [_reads, _branches, _copies, lambda name, grad: grad[grad > 0].sum() * grad])
-def test_a_rule_that_waits_is_noticed(valueless: None, rule: Any) -> None:
+@pytest.mark.parametrize("way", WAITS)
+def test_a_rule_that_waits_is_noticed(valueless: None, way: str) -> None:
     with pytest.raises((HostSync, RuntimeError, NotImplementedError), match=r"meta|nonzero|item|copy"):
-        _train([rule], [])
+        _train([WAITS[way]], [])
 
 
 LOCAL = dh.only("*", dh.Scale(0.5), at="local")
@@ -201,8 +196,7 @@ def test_an_optimizer_that_makes_the_host_wait_is_named_once(device: torch.devic
     with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
         with pytest.warns(UserWarning, match=r"AdamW .* waits for the device each time: give AdamW fused=True"):
             step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warning():
             step()
     skip._warn_of_wait.cache_clear()
 

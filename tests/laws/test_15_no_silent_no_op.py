@@ -25,6 +25,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.errors import AttachError, MatchError, UsageError
 from disthooks.saved.pipeline import pipeline
+from tests.support import no_warning
 from tests.support.engines import Net, loss_of, make, sharded
 from tests.support.models import identical, step
 from tests.support.ranks.harness import Ranks
@@ -293,8 +294,7 @@ def test_the_user_is_told_of_a_forward_in_threads_of_its_own(tmp_path: pathlib.P
     with dh.save_activations(model, "?", line) as saving:
         with pytest.warns(UserWarning, match="'0' saved nothing in the thread that called it.*attach to the layers"):
             assert identical(step(model, x), truth)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the warning comes once
+        with no_warning():  # the warning comes once
             step(model, x)
     assert any("saved nothing in the thread" in advice for advice in saving.report().advice())
     with warnings.catch_warnings(), dh.save_activations(model, nn.Linear, line) as saving:  # the remedy
@@ -314,8 +314,7 @@ def test_the_user_is_told_of_a_forward_in_threads_of_its_own(tmp_path: pathlib.P
     ],
 )
 def test_nobody_is_told_of_a_forward_in_the_callers_thread(model: nn.Module, tmp_path: pathlib.Path) -> None:
-    with warnings.catch_warnings(), dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
-        warnings.simplefilter("error")
+    with no_warning(), dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
         model(torch.randn(4, 64).requires_grad_()).sum().backward()
 
 
@@ -328,8 +327,8 @@ def test_the_user_is_told_of_a_module_that_is_never_called(tmp_path: pathlib.Pat
     assert saving.names == ("linear",)
     with pytest.raises(dh.errors.AttachError, match="attach to the MultiheadAttention"):
         dh.save_activations(model, "attention.out_proj", dh.OnDisk(tmp_path))
-    with warnings.catch_warnings(), dh.save_activations(model, ["attention", "*out_proj"], dh.OnDisk(tmp_path)) as both:
-        warnings.simplefilter("error")  # the attention is attached, and all that is in it
+    with no_warning():  # the attention is attached, and all that is in it
+        both = dh.save_activations(model, ["attention", "*out_proj"], dh.OnDisk(tmp_path))
     assert both.names == ("attention",)
 
 
@@ -341,15 +340,13 @@ def test_the_user_is_told_of_a_module_that_is_never_called(tmp_path: pathlib.Pat
 def test_the_user_is_told_of_calls_that_open_no_hooks(call: Callable[..., Any], tmp_path: pathlib.Path) -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
     saving = dh.save_activations(model, "0", dh.OnDisk(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         saving.report()  # before the first step there is nothing to tell
     model[1](call(model[0], x)).sum().backward()
     with pytest.warns(UserWarning, match=r"weights of 0 have gradients.*not in module\.forward"):
         advice = saving.report().advice()
     assert any("call the module" in each for each in advice)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warning():
         saving.remove()
         again = dh.save_activations(model, "0", dh.OnDisk(tmp_path))  # the gradients were there before
         again.remove()
@@ -395,8 +392,7 @@ def test_the_user_is_told_of_a_module_inside_vmap_and_the_one_around_it_stores(t
     with dh.save_activations(model, "*row", line) as saving:
         with pytest.warns(UserWarning, match=r"'1\.row' is called inside a transform of torch\.func") as told:
             assert identical(step(model, x), truth)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warning():
             step(model, x)
     assert len(told) == 1
     assert saving.report().passed == {"hooks disabled": 2}
@@ -444,8 +440,7 @@ def test_a_store_where_the_tensors_are_says_so(
     with dh.save_activations(model, "?", to) as saving:
         with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
             step(model, x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the warning comes once
+        with no_warning():  # the warning comes once
             step(model, x)
     assert saving.report().stored == 0
     assert any("stores nothing" in advice for advice in saving.report().advice())
@@ -458,8 +453,7 @@ def test_a_store_where_the_tensors_are_says_so(
     assert len(told) == 1  # each run of the block is an attachment, and the process is told once
     assert "stores nothing of this block" in str(told[0].message)
     for stages in ((dh.Compact(), to), (dh.Recompute(), to), (dh.Tiered(dh.OnCpu("1 KiB"), dh.OnDisk(tmp_path)),)):
-        with warnings.catch_warnings(), dh.save_activations(model, "?", pipeline(*stages)):
-            warnings.simplefilter("error")
+        with no_warning(), dh.save_activations(model, "?", pipeline(*stages)):
             step(model, x)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-from typing import Any
 
 import pytest
 import torch
@@ -26,23 +25,17 @@ from tests.support.ranks.harness import Ranks
 # --- A record has its own step
 
 
-def _train(every: int, steps: int, factors: list[float]) -> list[dict[str, Any]]:
-    """The records of steps whose gradients have norm ``factors[step]``."""
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_record_has_the_number_and_the_values_of_its_own_step(every: int) -> None:
+    """A record is read one step late, and the last record at the end."""
+    factors = [1.0, 10.0, 100.0, 2.0, 20.0, 200.0, 3.0]  # the norms of the gradients
     weight, records = nn.Parameter(torch.zeros(2)), []
     model = nn.ParameterList([weight])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[records.append], every=every):
-        for step in range(steps):
-            weight.grad = torch.tensor([0.6, -0.8]) * factors[step]
+        for factor in factors:
+            weight.grad = torch.tensor([0.6, -0.8]) * factor
             optimizer.step()
-    return records
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_record_has_the_number_and_the_values_of_its_own_step(every: int) -> None:
-    """A record is read one step late, and the last record at the end."""
-    factors = [1.0, 10.0, 100.0, 2.0, 20.0, 200.0, 3.0]
-    records = _train(every, 7, factors)
     assert [record["step"] for record in records] == list(range(0, 7, every))
     assert [record["grad_norm"] for record in records] == pytest.approx(factors[::every])
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pathlib
 import types
+import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,3 +33,11 @@ def is_ours(code: types.CodeType, package: str = "") -> bool:
 def needs(package: str) -> pytest.MarkDecorator:
     """Skip where ``package`` is not installed, without importing it: that is left to the processes that use it."""
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@contextlib.contextmanager
+def no_warning() -> Iterator[None]:
+    """A warning inside is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
