@@ -89,12 +89,12 @@ def make(engine: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return flat(model, engine) if engine.startswith("fsdp1") else sharded(model, engine)
 
 
-def sharded(model: Net, engine: str = "fsdp2", **options: Any) -> nn.Module:
+def sharded(model: Any, engine: str = "fsdp2", shape: tuple[int, ...] = (), **options: Any) -> nn.Module:
+    """FSDP2 on a mesh of ``shape``; of two ranks if none is given."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    shapes = {"fsdp2": (2,), "hsdp": (2, 1), "hsdp12": (1, 2)}
-    shape = shapes[engine]
+    shape = shape or {"fsdp2": (2,), "hsdp": (2, 1), "hsdp12": (1, 2)}[engine]
     mesh = init_device_mesh(where(), shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     fully_shard(model.mid, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)

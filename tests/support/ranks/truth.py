@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from tests.support.engines import flat, is_fsdp1, unsynced, where, whole
+from tests.support.engines import flat, is_fsdp1, sharded, unsynced, where, whole
 from tests.support.engines import gathered as gathered_flat
 
 Micro = tuple[torch.Tensor, bool]  # data, and whether the branch is taken
@@ -73,25 +73,20 @@ def _ddp(model: nn.Module, situation: str, world: int) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, find_unused_parameters=situation == "unused")
 
 
-def _fsdp2(model: Any, situation: str, world: int, shape: Sequence[int] = ()) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    sizes = tuple(shape) or (world,)
-    mesh = init_device_mesh(where(), sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    fully_shard(model.mid, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+def _fsdp2(model: nn.Module, situation: str, world: int) -> nn.Module:
+    return sharded(model, shape=(world,))
 
 
-def _mixed(model: Any, situation: str, world: int) -> nn.Module:
+def _hsdp(model: nn.Module, situation: str, world: int) -> nn.Module:
+    return sharded(model, shape=(2, world // 2))
+
+
+def _mixed(model: nn.Module, situation: str, world: int) -> nn.Module:
     """Forward, backward and reduction in bfloat16."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    fully_shard(model.mid, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return model
+    return sharded(model, shape=(world,), mp_policy=policy)
 
 
 def _mixed1(model: nn.Module, situation: str, world: int) -> nn.Module:
@@ -103,10 +98,6 @@ def _mixed1(model: nn.Module, situation: str, world: int) -> nn.Module:
 def _autocast(model: nn.Module, situation: str, world: int) -> nn.Module:
     model.forward = torch.autocast(where(), torch.bfloat16)(model.forward)  # type: ignore[method-assign]
     return nn.parallel.DistributedDataParallel(model)
-
-
-def _hsdp(model: nn.Module, situation: str, world: int) -> nn.Module:
-    return _fsdp2(model, situation, world, (2, world // 2))
 
 
 def _fsdp1(model: nn.Module, situation: str, world: int, engine: str) -> nn.Module:
