@@ -12,26 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import StoreReport
-from tests.support.models import identical
+from tests.support.models import identical, perceptron, step
 from tests.support.stores.copies import Copies
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
-def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
 
 LIMIT = 60.0  # seconds, for what takes milliseconds unless it hangs
 
@@ -77,14 +64,14 @@ def test_a_report_that_waits_for_its_store_stops_nobody() -> None:
             may.wait(LIMIT)
             return (StoreReport("Silent()", held=7),)
 
-    model, x = _model(), torch.randn(8, 64)
-    expected = _step(model, x)
+    model, x = perceptron(), torch.randn(8, 64)
+    expected = step(model, x)
     saving = dh.save_activations(model, "*", pipeline(Silent(), at_least=0))
     asks = threading.Thread(target=lambda: told.append(saving.report()), daemon=True)
     asks.start()
     assert asked.wait(LIMIT)
     found: list[Any] = []
-    assert in_time(lambda: found.extend(_step(model, x))), "a step waits for a report"
+    assert in_time(lambda: found.extend(step(model, x))), "a step waits for a report"
     assert identical(found, expected)
     may.set()
     asks.join(LIMIT)
@@ -100,15 +87,15 @@ def test_a_monitor_works_beside_forked_workers(is_tiered: bool, tmp_path: pathli
     store = dh.Tiered(dh.OnCpu("12 KiB"), dh.OnDevice("16 KiB"), disk) if is_tiered else disk
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 64))
-    model = _model()
-    expected = [_step(model, x) for _ in range(4) for (x,) in DataLoader(data, batch_size=8)]
+    model = perceptron()
+    expected = [step(model, x) for _ in range(4) for (x,) in DataLoader(data, batch_size=8)]
     saving = dh.save_activations(model, "*", pipeline(store, at_least=0))
     found: list[Any] = []
 
     def train() -> None:
         for _ in range(4):
             for (x,) in DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"):
-                found.append(_step(model, x))
+                found.append(step(model, x))
 
     with often(saving.report, saving.report, saving.report) as counts:
         assert in_time(train), "training hangs"

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
@@ -22,7 +21,8 @@ from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import tape as tapes
 from disthooks.saved.stores.disk_read_ahead import ReadAhead
 from disthooks.saved.stores.scratch_file import CHUNK
-from tests.support.models import identical
+from tests.support.models import identical, perceptron
+from tests.support.models import step as step_of
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Nth, error_of, movers, read, right, step, write
@@ -117,22 +117,11 @@ def none_start(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-
-
-def _step(model: nn.Module) -> list[Any]:
-    model.zero_grad()
-    model(X).sum().backward()
-    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-
 def test_forward_says_what_to_do_and_hooks_can_be_removed(
     none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    model = _model()
-    expected = _step(model)
+    model = perceptron()
+    expected = step_of(model, X)
     store = dh.OnDisk(tmp_path, in_flight="4 KiB")  # each tensor is to be written at once
     saving = dh.save_activations(model, "*", pipeline(store, at_least=0))
     for _ in range(2):
@@ -140,10 +129,10 @@ def test_forward_says_what_to_do_and_hooks_can_be_removed(
             model(X)
     assert saving.report().tiers[0].held == 0
     saving.remove()
-    assert identical(_step(model), expected)
+    assert identical(step_of(model, X), expected)
     none_start.undo()
     with dh.save_activations(model, "*", pipeline(store, at_least=0)) as again:  # the same store, when threads start
-        assert identical(_step(model), expected)
+        assert identical(step_of(model, X), expected)
         store.wait()
         assert again.report().moved > 0
 
@@ -151,12 +140,12 @@ def test_forward_says_what_to_do_and_hooks_can_be_removed(
 def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
     none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    model = _model()
-    expected = _step(model)
+    model = perceptron()
+    expected = step_of(model, X)
     store = dh.OnDisk(tmp_path)  # it writes when it has a MiB
     with dh.save_activations(model, "*", pipeline(store, at_least=0)):
         model.zero_grad()
-        loss = model(X).sum()
+        loss = model(X).square().mean()
         with pytest.raises(StoreError, match="no thread can be started"):
             store.wait()
         loss.backward()

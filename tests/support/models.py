@@ -77,6 +77,11 @@ class Recurrent(nn.Module):
         return self.rnn(x)[0]
 
 
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())
+
+
 def tokens(seed: int = 0, batch: int = 4) -> torch.Tensor:
     return torch.randint(0, 50, (batch, 32), generator=torch.Generator().manual_seed(seed))
 
