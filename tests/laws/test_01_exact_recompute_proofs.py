@@ -63,24 +63,20 @@ def test_dropout_of_each_dtype_is_computed_again(dtype: torch.dtype) -> None:
     assert _same_in_all(Behind(lambda x: torch.native_dropout(x, 0.3, True)[0]), _inputs((16, 16), dtype))
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (5, 9), (33, 31)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 3), (33, 31)], ids=str)
 @pytest.mark.parametrize("way", ["clone", "contiguous"])
 def test_a_copy_in_another_order_of_strides_is_computed_again(way: str, shape: tuple[int, int]) -> None:
     """A CPU computes the last few elements in memory in another way than the others."""
-    model = Behind(lambda x: getattr(x.t(), way)().sigmoid())
-    assert _same_in_all(model, _inputs(shape))
+    assert _same_in_all(Behind(lambda x: getattr(x.t(), way)().sigmoid()), _inputs(shape))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_group_norm_behind_a_dry_run_is_computed_again(channels_last: bool) -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_group_norm_behind_a_dry_run_is_computed_again(layout: torch.memory_format) -> None:
     norm = nn.GroupNorm(2, 8)
     model = Behind(norm)
     model.norm = norm
     nn.init.normal_(norm.weight)
-    inputs = _inputs((3, 8, 5, 7))
-    if channels_last:
-        inputs = [x.to(memory_format=torch.channels_last) for x in inputs]
-    assert _same_in_all(model, inputs)
+    assert _same_in_all(model, [x.to(memory_format=layout) for x in _inputs((3, 8, 5, 7))])
 
 
 class WrongEps(nn.LayerNorm):
