@@ -37,19 +37,12 @@ def saved_bytes(forward: Forward, weights: Iterable[torch.Tensor] = ()) -> int:
 
 
 class Case(NamedTuple):
-    """One forward.
-
-    Attributes:
-        make: gives the forward and the weights, on a device.
-        nbytes: what it saves.
-        backend: of attention.
-        is_exact: False where cuDNN does not say how many bytes it needs.
-    """
+    """One forward, with its weights on a device, and the bytes that it saves."""
 
     make: Callable[[str], tuple[Forward, list[torch.Tensor]]]
     nbytes: int
-    backend: str | None = None
-    is_exact: bool = True
+    backend: str | None = None  # of attention
+    is_exact: bool = True  # False where cuDNN does not say how many bytes it needs
 
 
 def _tensor(*shape: int, dtype: torch.dtype = FP32, device: str) -> torch.Tensor:

@@ -69,12 +69,7 @@ class Decoder(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """The bytes of the storages that operators have made and that are still alive, and the most there were at a time.
-
-    Attributes:
-        bytes: now.
-        peak: the most since it was last set to ``bytes``.
-    """
+    """The bytes of the storages that operators have made and that are alive, and the most there were at a time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,13 +14,7 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 def log(file: pathlib.Path, steps: int, layers: int, ranks: int = 2, evil: str = "", every: int = 1) -> pathlib.Path:
     """A log of ``stats.full()``: ``layers`` parameters and modules, with a NaN and a spike in the last quarter.
 
-    Args:
-        file: where it is written.
-        steps: how many are logged.
-        layers: how many parameters, and how many modules.
-        ranks: how many ranks.
-        evil: is in every name.
-        every: the distance from step to step.
+    ``evil`` is in every name, and ``every`` is the distance from one logged step to the next.
     """
     chance = random.Random(0)
     params = [f"blocks.{i // 4}.{'abcd'[i % 4]}{evil}.weight" for i in range(layers)]

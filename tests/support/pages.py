@@ -99,11 +99,7 @@ def _half(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def document_of(text: str) -> dict[str, Any]:
-    """The document that a page holds.
-
-    Raises:
-        ValueError: if ``text`` is no such page.
-    """
+    """The document that a page holds."""
     found = re.search(r'<script type="application/json" id="document">(.*?)</script>', text, re.DOTALL)
     if found is None:
         raise ValueError("this text is no page of disthooks: it holds no document")

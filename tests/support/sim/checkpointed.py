@@ -16,9 +16,7 @@ def checkpointed(tape: Tape, block_of: Callable[[str], str]) -> Tape:
     What a block returns is saved, as the input of the next one. All else that is saved within a block lasts in forward
     as long as forward needs it, and is computed again, the whole block at once, before its backward.
 
-    Args:
-        tape: of the model without checkpoints.
-        block_of: the block of a module from its name; empty outside of blocks.
+    ``block_of`` says the block of a module from its name, and "" outside of blocks.
     """
     made = _Made(tape, block_of)
     for kind, value in tape.steps:

@@ -65,20 +65,13 @@ class Event:
 
 @dataclass
 class Stream:
-    """Items that are done one after another.
-
-    Attributes:
-        now: seconds, when the last item is done.
-        busy: seconds in which it works.
-        stalled: seconds in which it waits for events of other streams.
-        spans: begin and end of each item, in seconds; adjoining items are one span.
-    """
+    """Items that are done one after another, in seconds."""
 
     name: str
-    now: float = 0.0
+    now: float = 0.0  # when the last item is done
     busy: float = 0.0
-    stalled: float = 0.0
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    stalled: float = 0.0  # while it waits for events of other streams
+    spans: list[tuple[float, float]] = field(default_factory=list)  # begin and end; adjoining items are one span
 
     def run(self, seconds: float, issued: float, after: Sequence[Event] = ()) -> Event:
         """Do an item of so many ``seconds``, which the host issued at ``issued``, after the events ``after``."""
@@ -230,19 +223,12 @@ Step = tuple[str, float]
 
 @dataclass(frozen=True)
 class Tape:
-    """One step, recorded.
-
-    Attributes:
-        name: of the model.
-        saved: what is saved; steps name a storage by its number in this list.
-        steps: what happens, in its order.
-        about: where it comes from.
-    """
+    """One step of the model ``name``, recorded: steps name a storage by its number in ``saved``."""
 
     name: str
     saved: tuple[Saved, ...]
     steps: tuple[Step, ...]
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # where it comes from
 
     @property
     def nbytes(self) -> int:
@@ -308,19 +294,12 @@ class Tape:
 
 
 class Block:
-    """A saved storage in a replay: what of it is in device memory, and until when.
-
-    Attributes:
-        number: in the tape.
-        nbytes: bytes that the store gets.
-        sent: the event of its copy to the host; None if it was not sent.
-        brought: the event of its copy to the device; None if it was not read back.
-    """
+    """A saved storage in a replay: its number in the tape, what of it is in device memory, and until when."""
 
     def __init__(self, number: int, saved: Saved) -> None:
         self.number, self.saved, self.nbytes = number, saved, saved.stored
-        self.sent: Event | None = None
-        self.brought: Event | None = None
+        self.sent: Event | None = None  # when its copy to the host is done
+        self.brought: Event | None = None  # when its copy to the device is done
         self.is_resident = False
         self.is_dropped = False
         self.in_forward = True
@@ -543,15 +522,9 @@ def replay(tape: Tape, policy: Policy, rates: Rates | None = None, machine: Mach
 
 
 def largest_limit(replayed: Callable[[int], Sequence[Result]], peak: float, most: int) -> int | None:
-    """The largest limit in bytes with which no step has more than ``peak`` bytes.
+    """The largest limit in bytes, within 16 MiB, with which no step of ``replayed`` has more than ``peak`` bytes.
 
-    Args:
-        replayed: the results of some steps with a limit.
-        peak: most bytes of device memory, all included.
-        most: no larger limit is tried.
-
-    Returns:
-        The limit, within 16 MiB; None if even a limit of nothing does not do it.
+    No limit above ``most`` is tried. None if even a limit of nothing does not do it.
     """
 
     def fits(limit: int) -> bool:

@@ -333,9 +333,6 @@ class PlannedTiered(Planned):
 
     Without a plan, a tensor is sent when what was put after it needs the room, and a window below the limit is left to
     copies on their way. A tensor that was read does not count any more.
-
-    Args:
-        limit: of the ``OnDevice``.
     """
 
     name = "Tiered"

@@ -67,11 +67,7 @@ def _sent(block: Block) -> Event:
 
 
 class EverythingOut(_Link):
-    """``OnCpu()``, which has no plan: each tensor is sent when it is saved, and brought back in the reverse order.
-
-    Args:
-        in_flight: as of the store, bytes.
-    """
+    """``OnCpu()``, which has no plan: each tensor is sent when it is saved, and brought back in the reverse order."""
 
     name = "OnCpu"
 
@@ -101,10 +97,6 @@ class NearTheLimit(_Link):
     The window before the limit is an eighth of it, or two of the largest tensor if that is less. In backward it looks
     at the next 8 tensors, and brings those whose bytes together are at most 32 MiB. From the first tensor on that
     backward reads from the host, ``OnCpu`` itself brings the next ones, at least one, and more if the limit allows.
-
-    Args:
-        limit: bytes of saved tensors on the device.
-        in_flight: of the ``OnCpu``, bytes.
     """
 
     name = "Tiered before"
