@@ -263,22 +263,19 @@ def test_time_that_was_waited_is_not_taken_for_computing() -> None:
     class Ticket:
         position, dropped = 0, False
 
-    stream = AccessOrder()
-    for _ in range(2):
+    stream, now = AccessOrder(), 0.0
+    for is_known in (False, True):
         tickets = [Ticket() for _ in range(3)]
         for ticket in tickets:
             stream.put(ticket)
-        if not stream._known:
-            for ticket in reversed(tickets):
-                stream.read(ticket)
-                begin = time.perf_counter()
-                time.sleep(0.2)
-                stream.waited(time.perf_counter() - begin)
-            for ticket in tickets:
-                stream.drop(ticket)
+        for ticket in reversed(tickets if not is_known else []):
+            stream.read(ticket, now)
+            stream.waited(0.2)
+            now += 0.2 + 0.001
+        for ticket in tickets if not is_known else ():
+            stream.drop(ticket)
     assert stream.waiting > 0.5
-    (_, soon), (_, later) = stream.after(tickets[2])
-    assert 0 <= soon <= later < 0.2
+    assert [seconds for _, seconds in stream.after(tickets[2])] == pytest.approx([0.001, 0.002])
 
 
 def test_the_memory_to_read_into_is_bounded() -> None:
