@@ -8,9 +8,10 @@ group of tensors that are computed again in the same way: those that the same op
 # To compute again costs the seconds that were measured, for each kind in proportion to its bytes. To move costs nothing
 # as long as the copies are hidden: what is saved first moves first, so the link has all of forward to send, and all of
 # backward to bring back, but for the time of one tensor: a copy begins when its tensor is whole, and is of use when it
-# is done. Beyond that each byte costs what the link takes for it. Both costs are convex in the number of bytes, so the
+# is done. Beyond that each byte costs what the link takes for it. What does not fit into the host's memory goes to a
+# slower place, a disk, whose copies are hidden in the same way. Both costs are convex in the number of bytes, so the
 # cheapest mixture computes the cheapest kinds again, in the order of seconds for a byte, up to the point where the next
-# byte is cheaper to move. That point is the end of a kind, or one of the three points where the cost of moving has a
+# byte is cheaper to move. That point is the end of a kind, or one of the points where the cost of moving has a
 # corner, so only these are tried.
 #
 # A layer is computed again as a whole. So for each number of layers the best of the other kinds is found.
@@ -47,13 +48,15 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a step, and of the place that saved tensors move to, as measured.
+    """The speed of a step, and of the places that saved tensors move to, as measured.
 
     Attributes:
         forward, backward: seconds that the step computes, without what it waits for.
         out, back: seconds that the link takes for a byte, each way.
         busy: seconds that a moved byte keeps the computation from working although its copy is hidden.
         tensor: bytes of the largest tensor, whose copy is not hidden.
+        room: bytes that the place has room for.
+        then: the place that the other bytes move to, beside the copies to this one; ``busy`` is that of both.
     """
 
     forward: float
@@ -62,6 +65,8 @@ class Rates:
     back: float
     busy: float = 0.0
     tensor: float = 0.0
+    room: float = math.inf
+    then: Rates | None = None
 
     def moving(self, nbytes: float) -> float:
         """Seconds that a step takes longer because ``nbytes`` move.
@@ -69,14 +74,18 @@ class Rates:
         >>> Rates(forward=1.0, backward=2.0, out=0.5, back=0.5).moving(3)  # half a second of forward is not hidden
         0.5
         """
-        if nbytes <= 0:
-            return 0.0
-        waits = (max(0.0, nbytes * pace - seconds) for seconds, pace in self._hidden())
-        return sum(waits) + nbytes * self.busy
+        return 0.0 if nbytes <= 0 else self._waiting(nbytes) + nbytes * self.busy
+
+    def _waiting(self, nbytes: float) -> float:
+        here = nbytes if self.then is None else min(nbytes, self.room)
+        beyond = 0.0 if self.then is None else self.then._waiting(nbytes - here)
+        return sum(max(0.0, here * pace - seconds) for seconds, pace in self._hidden()) + beyond
 
     def corners(self) -> tuple[float, ...]:
         """The bytes at which moving begins to cost more."""
-        return (0.0, *(seconds / pace for seconds, pace in self._hidden() if 0 < pace < math.inf))
+        here = [seconds / pace for seconds, pace in self._hidden() if 0 < pace < math.inf]
+        beyond = () if self.then is None else (self.room + corner for corner in self.then.corners())
+        return (0.0, *(corner for corner in here if corner < self.room), *beyond)
 
     def _hidden(self) -> Iterator[tuple[float, float]]:
         """For each way: how many seconds of copies are hidden, and the seconds for a byte."""

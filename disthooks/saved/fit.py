@@ -352,12 +352,15 @@ class Fitted(Attachment):
     def _rates(self, size: int, saved: SavedReport) -> Rates | None:
         """The rates of a step of this size; None if they were not measured."""
         forward, backward = (self._watch.least(f"{phase} {size}") for phase in ("forward", "backward"))
-        written, read = (sum(getattr(tier, name) for tier in saved.tiers) for name in ("written", "read"))
-        if forward is None or backward is None or not written or not read:
+        places = [tier for tier in saved.tiers if tier.written and tier.read]
+        if forward is None or backward is None:
             return None
-        out, back = (sum(getattr(tier, f"{name}_seconds") for tier in saved.tiers) for name in ("write", "read"))
-        busy = 0.0 if math.isinf(self._busy) else self._busy
-        return Rates(forward, backward, out / written, back / read, busy, self._largest())
+        busy, rates = 0.0 if math.isinf(self._busy) else self._busy, None
+        for place in reversed(places):
+            out, back = place.write_seconds / place.written, place.read_seconds / place.read
+            room = math.inf if place.limit is None else place.limit
+            rates = Rates(forward, backward, out, back, busy, self._largest(), room, rates)
+        return rates
 
     def _largest(self) -> int:
         """Bytes of the largest saved tensor."""
