@@ -466,7 +466,7 @@ def attach(
         team.agree(failure, plan.described() if plan else "", plan.source.name if plan else "")
         known = cast(Plan, plan)
         watchers = known.look(model, optimizer, team.engine)
-        also: list[Any] = [saving] if saving else []
+        also: list[Any] = [saving.fitted or saving] if saving else []
         also += [WhenRead(watchers.numbers)] if watchers else []
         watching = known.watch(model, optimizer, also, _made=made, _engine=team.engine) if made else None
     except BaseException:

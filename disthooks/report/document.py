@@ -42,6 +42,8 @@ HEATS = (
     ("module", "activation_zeros", "Zeros in activations", True),
     ("module", "activation_nonfinite", "Activations not finite", False),
     ("param", "grad_zeros", "Zeros in gradients", True),
+    ("module", "saved/moved_share", "Saved tensors that moved, part so far", True),
+    ("module", "saved/recomputed_share", "Saved tensors computed again, part so far", True),
 )
 
 #: The curves: title, the section, and the names of the numbers with what they are called.
@@ -73,6 +75,16 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         for phase in ("input", "forward", "backward")
     ),
     ("Saved tensors moved in a step", "saved", (("saved/moved_per_step", "on the first rank"),)),
+    (
+        "What fit has found, on the first rank",
+        "saved",
+        (
+            ("saved/fit/peak", "peak of a step"),
+            ("saved/fit/limit", "saved tensors that may stay"),
+            ("saved/fit/missing", "that move"),
+            ("saved/fit/again", "that are computed again"),
+        ),
+    ),
 )
 
 

@@ -79,6 +79,15 @@ class FitReport:
             + "".join(f"\n{line}" for line in (*self._outlook(), *self._largest(), str(self.saved)))
         )
 
+    def record(self) -> dict[str, float]:
+        """The figures for a log, in bytes, beside those of the saved tensors: ``gradients(also=[fitted])``.
+
+        >>> FitReport(60, torch.device("cpu"), rounds=9, peak=57, limit=40, missing=9).record()["saved/fit/limit"]
+        40
+        """
+        found = {"peak": self.peak, "limit": self.limit, "missing": self.missing, "again": self.again}
+        return self.saved.record() | {f"saved/fit/{name}": nbytes for name, nbytes in found.items()}
+
     def _outlook(self) -> Iterator[str]:
         if self.outlook is not None:
             other, faster, slower = self.outlook

@@ -13,6 +13,7 @@ from disthooks.saved.stores.base import StoreReport
 
 _WORTH = 64 << 10  # bytes; below this a tensor costs the same time whatever its size (benchmarks/threshold.py)
 _FEW = 3  # how many modules or steps a text names
+_MODULES = 64  # with more modules a record has no figures of single ones
 _MUCH = 0.1  # seconds; shorter waits get no advice
 
 
@@ -286,7 +287,9 @@ class SavedReport:
         """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``.
 
         The values are totals over all steps so far. ``gradients(also=[saving])`` writes them into each record, and adds
-        differences such as ``saved/moved_per_step``. ``peak_held`` of a place is the most since the last record.
+        differences such as ``saved/moved_per_step``. ``peak_held`` of a place is the most since the last record. If
+        several modules save, but not more than 64, the parts of their bytes that moved, and that are computed again,
+        follow.
 
         Args:
             prefix: put in front of each name.
@@ -302,6 +305,11 @@ class SavedReport:
             flat[f"{prefix}{tier.name}/peak_held"] = max(tier.held, tier.peak_held)
             for name in ("held", "in_flight", "written", "read", "write_seconds", "read_seconds"):
                 flat[f"{prefix}{tier.name}/{name}"] = getattr(tier, name)
+        if 1 < len(self.sites) <= _MODULES and (self.moved or self.recomputed):
+            for module, site in self.sites.items():
+                whole = max(1, site.stored + site.recomputed)
+                flat[f"{prefix}moved_share/module/{module}"] = site.moved / whole
+                flat[f"{prefix}recomputed_share/module/{module}"] = site.recomputed / whole
         return flat
 
 

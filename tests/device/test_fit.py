@@ -20,6 +20,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.report.document import document
+from disthooks.report.log import read
 from disthooks.saved.cost import Rates
 from disthooks.saved.fit import Fitted
 from tests.support.models import Block
@@ -635,3 +637,26 @@ def test_the_host_and_a_disk_have_a_pace_of_their_own(
     assert last.then is not None
     assert (last.room, last.then.room, last.then.then) == (4 << 20, math.inf, None)
     assert 0 < last.out != last.then.out > 0
+
+
+def test_the_page_draws_by_layer_what_moved_and_what_is_computed_again(
+    device: torch.device, free: dict[str, Run], tmp_path: pathlib.Path
+) -> None:
+    budget = int(0.6 * max(without("decoder", device, free).peaks))
+    entry = {"modules": "blocks.*", "recompute": {"kind": "Recompute"}, "store": {"kind": "OnCpu"}}
+    watch = {"every": 1, "stats": [{"kind": "Norm"}], "sinks": [{"kind": "Jsonl", "path": str(tmp_path / "log.jsonl")}]}
+    plan = dh.config.from_config({"budget": budget, "fit": True, "save": [entry], "watch": watch})
+    run = Run("decoder", device)
+    with plan.prepare(run.model, run.optimizer) as prepared:
+        for _ in range(STEPS):
+            run.step()
+        fitted = prepared.saving.fitted.report()
+    shown = document(read(tmp_path / "log.jsonl").runs[-1], "log")
+    moved, again = (next(heat for heat in shown["heats"] if what in heat["title"]) for what in ("moved", "again"))
+    assert moved["rows"] == again["rows"] == [f"blocks.{i}" for i in range(12)]
+    assert (moved["share"], moved["columns"]) == (True, STEPS)
+    (found,) = (curve for curve in shown["curves"] if curve["title"].startswith("What fit has found"))
+    assert found["unit"] == "bytes"
+    assert [line["values"][-1] for line in found["lines"]] == pytest.approx(
+        [fitted.peak, fitted.limit, fitted.missing, fitted.again], rel=1e-4
+    )
