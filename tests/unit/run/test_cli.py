@@ -113,14 +113,6 @@ def test_help_does_not_wait_for_torch() -> None:
     assert all(f"\n  {name} " in done.stdout for name in FROZEN if name)
 
 
-def test_every_command_says_what_it_is() -> None:
-    assert dh.__version__ in run("--version").stdout
-    for name in FROZEN:
-        if name not in ("", "launch"):  # whose --help is the launcher's
-            assert "--help" in run(name, "--help").stdout
-    assert "nothing runs" in run("explain", "--help").stdout
-
-
 def test_errors_are_one_line_and_exit_codes_are_told(tmp_path: pathlib.Path) -> None:
     done = process("report", tmp_path / "nothing")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -132,13 +124,16 @@ def test_errors_are_one_line_and_exit_codes_are_told(tmp_path: pathlib.Path) -> 
         assert "disthooks check -h" in done.stderr
 
 
-def test_h_is_help_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     for name in FROZEN:
-        if name != "launch":  # whose -h is the launcher's
-            assert cli_app.run([name, "-h"] if name else ["-h"]) == 0
-            assert "-h, --help" in capsys.readouterr().out
+        for flag in ("--help", "-h"):
+            if name != "launch":  # whose flags are the launcher's
+                assert cli_app.run([name, flag] if name else [flag]) == 0
+                assert "-h, --help" in (said := capsys.readouterr().out)
+                assert name != "explain" or "nothing runs" in said
     assert cli_app.run([]) == 2
     assert "Commands:" in capsys.readouterr().out
+    assert dh.__version__ in run("--version").stdout
 
 
 def test_completion_knows_the_commands() -> None:
@@ -304,14 +299,12 @@ def test_check_of_a_model_in_words(tmp_path: pathlib.Path) -> None:
     told = run("check", hooks(tmp_path, WHOLE), "--model", "built:named").stdout
     assert "on 2: blocks.1.mlp, norm" in told
     assert "│ blocks.0 " in told
-    assert "recomputed" not in told
-    assert "weights" in told[told.index("one forward") :]
-
-
-def test_check_tells_what_is_dropped(tmp_path: pathlib.Path) -> None:
+    table = told[told.index("one forward") :]
+    assert "weights" in table
+    assert "recomputed" not in table
     text = "save: [{modules: 'blocks.*', at_least: 0, recompute: {kind: Recompute}, store: {kind: OnCpu}}]"
-    table = run("check", hooks(tmp_path, text), "--model", f"{BUILT}:named").stdout
-    assert "recomputed" in table[table.index("one forward") :]
+    dropped = run("check", hooks(tmp_path, text), "--model", f"{BUILT}:named").stdout
+    assert "recomputed" in dropped[dropped.index("one forward") :]
 
 
 def test_pipelines_are_tried(tmp_path: pathlib.Path) -> None:
@@ -331,15 +324,13 @@ def test_pipelines_are_tried(tmp_path: pathlib.Path) -> None:
     assert all(trip["read"] >= trip["moved"] == trip["after"] > 0 for trip in cast + four + packed + plain)
 
 
-def test_a_codec_that_loses_everything(tmp_path: pathlib.Path) -> None:
-    found = checked(tmp_path, "save: [{modules: x, codecs: [{kind: 'built:Endless'}], store: {kind: OnCpu}}]", code=1)
-    assert found["save"][0]["round_trips"][0]["error"] == "inf"  # JSON has no other word for it
-    assert "came back infinite or NaN" in " ".join(found["errors"])
-
-
-def test_a_codec_that_is_not_what_it_says(tmp_path: pathlib.Path) -> None:
-    text = "save: [{modules: x, codecs: [{kind: 'built:Careless'}], store: {kind: OnCpu}}]"
-    assert "came back with other bits" in " ".join(checked(tmp_path, text, code=1)["errors"])
+def test_codecs_that_lose_everything_or_say_that_they_lose_nothing(tmp_path: pathlib.Path) -> None:
+    for codec, says in (("Endless", "came back infinite or NaN"), ("Careless", "came back with other bits")):
+        text = f"save: [{{modules: x, codecs: [{{kind: 'built:{codec}'}}], store: {{kind: OnCpu}}}}]"
+        found = checked(tmp_path, text, code=1)
+        assert says in " ".join(found["errors"])
+        # JSON has no other word for it
+        assert codec == "Careless" or found["save"][0]["round_trips"][0]["error"] == "inf"
 
 
 WRONG = """
@@ -456,6 +447,11 @@ def test_around_a_checkpoint_all_is_well(model: str, modules: str, tmp_path: pat
     assert len(found["run"]) == 2
 
 
+def test_hooks_inside_compiled_code(tmp_path: pathlib.Path) -> None:
+    found = checked(tmp_path, "save: [{modules: norm, store: {kind: OnCpu}}]", "compiled")
+    assert "its graph breaks there" in " ".join(found["warnings"])
+
+
 def test_check_runs_no_model(tmp_path: pathlib.Path) -> None:
     """The model and its forward have tensors without memory, and a store that is too small is an error as in a run."""
     (tmp_path / "model.py").write_text(
@@ -474,11 +470,6 @@ def test_check_runs_no_model(tmp_path: pathlib.Path) -> None:
     assert "one forward and backward, predicted" in enough.stdout
     less = run("check", hooks(tmp_path, text.replace("LIMIT", "2 MiB")), *options, code=1)
     assert "is full: wanted 4.0 MiB more" in less.stderr
-
-
-def test_hooks_inside_compiled_code(tmp_path: pathlib.Path) -> None:
-    found = checked(tmp_path, "save: [{modules: norm, store: {kind: OnCpu}}]", "compiled")
-    assert "its graph breaks there" in " ".join(found["warnings"])
 
 
 # -- explain, report
@@ -572,9 +563,8 @@ def test_explain_says_what_is_wrong_where_and_what_to_do(tmp_path: pathlib.Path)
 
 
 def test_explain_shows_a_warning_once(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "models.py"
-    file.write_text(ARGUMENTS)
-    told = process("explain", f"{file}:warns", "--device", "cpu", "--fits", "1 MiB")
+    (tmp_path / "models.py").write_text(ARGUMENTS)
+    told = process("explain", f"{tmp_path}/models.py:warns", "--device", "cpu", "--fits", "1 MiB")
     assert told.stderr.count("UserWarning: this model is old") == 1
     assert told.stdout.startswith("the step fits in 1.0 MiB")
 
@@ -663,6 +653,21 @@ def test_runs_in_one_file_are_told_apart(tmp_path: pathlib.Path) -> None:
     assert "1 steps come again; of each the last line counts" in told
 
 
+def reported(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the report says of these records; ``said`` are the sentences before those of what was not looked at."""
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (found,) = json.loads(run("report", folder, "--json").stdout)["runs"]
+    known = len(found["verdict"]) - len(found["unseen"])
+    assert found["verdict"][known:] == found["unseen"]
+    return {**found, "said": found["verdict"][:known]}
+
+
+def ranked(step: int, rank: int, most: float, mean: float, **more: Any) -> dict[str, Any]:
+    which = {"grad_norm/argmax_rank": rank, "grad_norm/max_rank": most, "grad_norm/mean_rank": mean}
+    return {"step": step, "grad_norm": 1.0, "nonfinite": 0, "replicas/compared": 9, "replicas/differ": 0} | which | more
+
+
 def test_report_knows_what_numbers_are(tmp_path: pathlib.Path) -> None:
     """A rank's number has no median, a count has a sum, and of a running total the last value counts."""
     ranks, moved = (3, 0, 3, None), (10.0, 20.0, 30.0, 40.0)
@@ -670,40 +675,17 @@ def test_report_knows_what_numbers_are(tmp_path: pathlib.Path) -> None:
         {"step": i, "grad_norm": 1.0, "grad_norm/argmax_rank": ranks[i], "nonfinite": i, "saved/moved": moved[i]}
         for i in range(4)
     ]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
+    found = reported(tmp_path, records)
     assert list(found["numbers"]) == ["grad_norm"]
     assert found["labels"] == {"grad_norm/argmax_rank": {"3": 2, "0": 1}}
     assert found["counts"] == {"nonfinite": {"sum": 6.0, "steps": 3, "of": 4}}
     assert found["totals"] == {"saved/moved": {"last": 40.0}}
-
-
-def said(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[str]:
-    """The sentences that the report begins with."""
-    file = folder / "a.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
-    assert found["verdict"][-len(found["unseen"]) :] == found["unseen"]
-    verdict: list[str] = found["verdict"][: -len(found["unseen"])]
-    return verdict
-
-
-def culprits_of(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    said(folder, records)
-    (found,) = json.loads(run("report", folder / "a.jsonl", "--json").stdout)["runs"]
-    culprits: list[dict[str, Any]] = found["culprits"]
-    return culprits
-
-
-def ranked(step: int, rank: int, most: float, mean: float) -> dict[str, Any]:
-    which = {"grad_norm/argmax_rank": rank, "grad_norm/max_rank": most, "grad_norm/mean_rank": mean}
-    return {"step": step, "grad_norm": 1.0, "nonfinite": 0, "replicas/compared": 9, "replicas/differ": 0, **which}
+    by_nan = [ranked(i, 1, 1.1, 1.05) for i in range(3)] + [ranked(3, 0, math.nan, math.nan)]
+    assert reported(tmp_path, by_nan)["labels"]["grad_norm/argmax_rank"] == {"1": 3}
 
 
 def test_report_says_that_nothing_stands_out(tmp_path: pathlib.Path) -> None:
-    records = [ranked(10 * i, i % 2, 1.1, 1.05) for i in range(6)]
-    assert said(tmp_path, records) == [
+    assert reported(tmp_path, [ranked(10 * i, i % 2, 1.1, 1.05) for i in range(6)])["said"] == [
         "Nothing stands out in 6 logged steps, 0 to 50: gradients that are not finite, gradients, copies of ranks."
     ]
 
@@ -712,33 +694,26 @@ def test_report_says_which_rank_leads_and_by_how_much(tmp_path: pathlib.Path) ->
     """As often as another rank, but once with 5,594 where the other has 0.56."""
     records = [ranked(i, i % 2, 0.6, 0.58) for i in range(60)]
     records[37] = ranked(37, 1, 5594.0, 2797.28)
-    assert said(tmp_path, records) == ["Step 37 on rank 1: grad_norm was 5594, 9,323 times its usual 0.6."]
-    for record in records[:37]:  # without a history there is no usual value
-        record.clear()
-        record.update(ranked(0, 0, 0.6, 0.58))
-    (told,) = said(tmp_path, records[30:])
-    assert told == (
+    told = ["Step 37 on rank 1: grad_norm was 5594, 9,323 times its usual 0.6."]
+    assert reported(tmp_path, records)["said"] == told
+    # Without a history there is no usual value.
+    assert reported(tmp_path, [ranked(0, 0, 0.6, 0.58) for _ in range(7)] + records[37:])["said"] == [
         "Rank 1 had the largest gradient norm in 12 of 24 logged steps. Its lead is the largest at step 37: 5594, and "
         "0.56 on the other ranks on average."
-    )
+    ]
 
 
 def test_report_names_a_spike_between_two_logged_steps(tmp_path: pathlib.Path) -> None:
     """A step that is not logged, with the rank if the records tell it."""
-    records = [{**ranked(50 * i, 0, 1.1, 1.05), "grad_norm/peak": 1.5, "grad_norm/peak_step": 49} for i in range(4)]
+    peak = {"grad_norm/peak": 1.5, "grad_norm/peak_step": 49}
+    records = [ranked(50 * i, 0, 1.1, 1.05, **peak) for i in range(4)]
     records[2] |= {"grad_norm/peak": 3789.0, "grad_norm/peak_step": 77, "grad_norm/peak_rank": 1}
-    (told,) = said(tmp_path, records)
-    assert told == "Step 77: the gradient norm was 3789, 3,789 times its median of 1, and rank 1 had the largest norm."
-    (found,) = json.loads(run("report", tmp_path, "--json").stdout)["runs"]
+    found = reported(tmp_path, records)
+    assert found["said"] == [
+        "Step 77: the gradient norm was 3789, 3,789 times its median of 1, and rank 1 had the largest norm."
+    ]
     assert found["numbers"]["grad_norm/peak"]["max_step"] == 77
     assert not {"grad_norm/peak_step", "grad_norm/peak_rank"} & found["numbers"].keys()
-
-
-def test_report_leaves_out_ranks_that_were_found_by_nan(tmp_path: pathlib.Path) -> None:
-    records = [ranked(i, 1, 1.1, 1.05) for i in range(3)] + [ranked(3, 0, math.nan, math.nan)]
-    said(tmp_path, records)
-    (found,) = json.loads(run("report", tmp_path, "--json").stdout)["runs"]
-    assert found["labels"]["grad_norm/argmax_rank"] == {"1": 3}
 
 
 def test_report_says_how_many_steps_were_not_finite(tmp_path: pathlib.Path) -> None:
@@ -746,8 +721,7 @@ def test_report_says_how_many_steps_were_not_finite(tmp_path: pathlib.Path) -> N
     at = [{"param": "a.weight", "rank": 1}]
     first = {"step": 37, "nonfinite_params": 1, "nonfinite_at": at, "nonfinite_ranks": [1], "skipped": 0.0}
     later = {"step": 50, "nonfinite_at": at, "nonfinite_since": 37, "nonfinite_steps": 23, "replicas/compared": 1}
-    lines = said(tmp_path, [{"step": 0, "nonfinite": 0}, first, later])
-    assert lines[:2] == [
+    assert reported(tmp_path, [{"step": 0, "nonfinite": 0}, first, later])["said"][:2] == [
         "Step 37: gradients were not finite on rank 1, of 1 parameter: a.weight; the step was made.",
         "Gradients were not finite in 23 steps, 37 to 50 at least.",
     ]
@@ -767,20 +741,20 @@ def test_report_says_what_is_known_of_a_nan_that_came_after_the_measurement(tmp_
 
 
 def test_report_names_clipping_skipping_saving_and_replicas(tmp_path: pathlib.Path) -> None:
-    saved = {
+    base = {"clip_ratio": 0.25, "skipped_total": 2.0, "skipped": 0.0, "grad_norm/argmax_rank": 0}
+    base |= {
         "saved/moved_per_step": 3 << 20,
         "saved/pack_seconds_per_step": 0.003,
         "saved/unpack_seconds_per_step": 0.0,
     }
-    base = {"clip_ratio": 0.25, "skipped_total": 2.0, "skipped": 0.0, "grad_norm/argmax_rank": 0, **saved}
-    differs = {"replicas/differ": 1, "replicas/steps": 40, "replicas/at": ["a differs on rank 1"]}
-    records = [{"step": 10 * i, "time": i, **base, "replicas/compared": 7, **differs} for i in range(5)]
-    (culprit,) = culprits_of(tmp_path, records)
+    base |= {"replicas/compared": 7, "replicas/differ": 1, "replicas/steps": 40, "replicas/at": ["a differs on rank 1"]}
+    found = reported(tmp_path, [{"step": 10 * i, "time": i, **base} for i in range(5)])
+    (culprit,) = found["culprits"]
     assert (culprit["kind"], culprit["step"]) == ("replicas", 39)
     assert culprit["evidence"] == [
         "The ranks no longer have the same model, found after 40 steps: 1 of 7 tensors differ; a differs on rank 1."
     ]
-    assert said(tmp_path, records) == [
+    assert found["said"] == [
         "Steps 0 to 39: a tensor differs from the copies on other ranks.",
         "Gradients were clipped in 5 of 5 logged steps, by a median factor of 0.25.",
         "2 steps were skipped.",
@@ -789,28 +763,29 @@ def test_report_names_clipping_skipping_saving_and_replicas(tmp_path: pathlib.Pa
     ]
 
 
-def test_report_says_between_which_comparisons_copies_began_to_differ(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("step", "when"), [(20, "Steps 16 to 20"), (16, "Step 16")])
+def test_report_says_between_which_comparisons_copies_began_to_differ(
+    step: int, when: str, tmp_path: pathlib.Path
+) -> None:
     differs = {"replicas/differ": 1, "replicas/compared": 7, "replicas/names": ["a.weight"], "replicas/ranks": [1]}
     records = [{"step": 5 * i, "replicas/differ": 0, "replicas/compared": 7} for i in range(4)]
-    (culprit,) = culprits_of(tmp_path, [*records, {"step": 20, **differs}])
-    assert culprit["text"] == "Steps 16 to 20 on rank 1: a.weight differs from the copies on other ranks."
-    assert culprit["step"] == 20
-    (culprit,) = culprits_of(tmp_path, [*records, {"step": 16, **differs}])
-    assert culprit["text"].startswith("Step 16 on rank 1: ")
+    (culprit,) = reported(tmp_path, [*records, {"step": step, **differs}])["culprits"]
+    assert culprit["text"] == f"{when} on rank 1: a.weight differs from the copies on other ranks."
+    assert culprit["step"] == step
 
 
 @pytest.mark.parametrize("rules", [[], ["SkipNonFinite(max_consecutive=None)"]])
 def test_report_names_a_rule_only_if_the_run_has_it_not(rules: list[str], tmp_path: pathlib.Path) -> None:
     bad = {"step": 3, "grad_norm": math.nan, "nonfinite": 4, "nonfinite_at": [{"param": "a", "count": 4, "rank": 0}]}
-    records = [{"step": i, "grad_norm": 1.0, "nonfinite": 0} for i in range(3)]
+    records: list[dict[str, Any]] = [{"step": i, "grad_norm": 1.0, "nonfinite": 0} for i in range(3)]
     records[0]["about"] = {"rules": rules, "ranks": 1}
-    (culprit,) = culprits_of(tmp_path, [*records, bad])
+    (culprit,) = reported(tmp_path, [*records, bad])["culprits"]
     assert ("SkipNonFinite leaves such steps out" in culprit["advice"]) == (not rules)
 
 
 def test_a_prediction_beside_the_log_may_hold_anything(tmp_path: pathlib.Path) -> None:
     (tmp_path / "explain.json").write_text('{"plan": {"modules": [{"moved": %s}, 3, {"moved": "x"}]}}' % ("9" * 400))
-    said(tmp_path, [{"step": at, "saved/moved_per_step": 5.0, "saved/moved": 5.0 * at} for at in range(3)])
+    reported(tmp_path, [{"step": at, "saved/moved_per_step": 5.0, "saved/moved": 5.0 * at} for at in range(3)])
     run("report", tmp_path, "-o", tmp_path / "page.html")
     assert (tmp_path / "page.html").is_file()
 
@@ -823,7 +798,7 @@ def test_report_says_what_was_not_looked_at(tmp_path: pathlib.Path) -> None:
         "Every 10th step is logged: of the steps between them only what lasts is seen, steps that are not finite, and "
         "the largest gradient norm."
     )
-    assert unseen(tmp_path, records) == [
+    assert reported(tmp_path, records)["unseen"] == [
         "The log does not tell gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite); which rank "
         "leads (Spread); whether the ranks still have the same model (check_replicas); which rank is slow (Times); "
         "which layer moved first (stats.full()).",
@@ -833,20 +808,12 @@ def test_report_says_what_was_not_looked_at(tmp_path: pathlib.Path) -> None:
     for record in records:
         record |= {"nonfinite": 0, "grad_norm/argmax_rank": 0, "input_seconds/max_rank": 1.0, "update_ratio": 1.0}
         record |= {"replicas/differ": 0, "replicas/compared": 4, "replicas/steps": 32}
-    assert unseen(tmp_path, records) == [few, between, "The copies of the ranks were compared last after step 31."]
+    last = "The copies of the ranks were compared last after step 31."
+    assert reported(tmp_path, records)["unseen"] == [few, between, last]
     records[-1]["replicas/steps"] = 51
-    assert unseen(tmp_path, records) == [few, between]
-    assert (
-        unseen(tmp_path, [{**record, "step": at, "about": {"ranks": 1}} for at, record in enumerate(3 * records)]) == []
-    )
-
-
-def unseen(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[str]:
-    file = folder / "a.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
-    told: list[str] = found["unseen"]
-    return told
+    assert reported(tmp_path, records)["unseen"] == [few, between]
+    all_steps = [{**record, "step": at, "about": {"ranks": 1}} for at, record in enumerate(3 * records)]
+    assert reported(tmp_path, all_steps)["unseen"] == []
 
 
 @pytest.mark.parametrize(
