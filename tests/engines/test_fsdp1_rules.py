@@ -27,61 +27,6 @@ EVERY = [*MODES, "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "fsdp1flatnone"]
 # --- some of the parameters
 
 
-def _subset(rank: int, engine: str) -> list[Any]:
-    """FSDP's own clip_grad_norm_ has no way to be given a part of the parameters, and torch's sees local ones."""
-    found = [train(rank, engine, [dh.only("*.bias", dh.ClipNorm(0.5))]), train(rank, engine, [dh.ClipValue(0.02)])]
-    if "flat" not in engine:
-        model = make(engine)
-        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-        optimizer = torch.optim.SGD(biases, lr=0.01)
-        with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)]) as watch:
-            loss_of(model, 0, engine, rank).backward()
-            optimizer.step()
-        found += [watch.latest, grads_of(model), watch.report().parameters]
-    return found
-
-
-@pytest.mark.parametrize("engine", EVERY)
-def test_clipping_a_subset_equals_one_process(ranks: Ranks, engine: str) -> None:
-    truth = _subset(0, "plain")
-    assert truth[2]["clip_ratio"] < 0.5
-    for found in ranks(_subset, engine):
-        assert close(found, truth[: len(found)], 1e-5)
-        assert len(found) == (2 if "flat" in engine else 5)
-
-
-def _frozen(rank: int) -> list[Any]:
-    torch.manual_seed(0)
-    net = Net()
-    net.embed.requires_grad_(False)
-    net.mid[1].weight.requires_grad_(False)
-    model, seen = flat(net, "fsdp1", parts=("mid", "embed")), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with (
-        dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)], stats=[stats.NonFinite()]) as watch,
-        dh.on_gradient(model, "*", lambda grad: seen.append(grad.shape), at="local") as hook,
-    ):
-        loss_of(model, 0, "fsdp1", rank).backward()
-        optimizer.step()
-        watch.flush()
-        counts = {name for name, count in hook.report().items() if count}
-        net.mid[1].weight.requires_grad_(True)
-        loss_of(model, 1, "fsdp1", rank).backward()
-        thawed = {name for name, count in hook.report().items() if count}
-    return [watch.latest["grad_norm"], sorted(counts), sorted(thawed)]
-
-
-def test_frozen_parameters(ranks: Ranks) -> None:
-    model = make("plain")
-    loss_of(model, 0, "plain").backward()
-    grads = {n: g for n, g in grads_of(model).items() if not n.startswith("embed") and n != "mid.1.weight"}
-    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
-    for found, counts, thawed in ranks(_frozen):
-        assert close(found, norm, 1e-5)
-        assert counts == sorted(grads)
-        assert thawed == sorted([*grads, "mid.1.weight"])
-
-
 def _thawed(rank: int) -> dict[str, int]:
     """FSDP notices in the next forward that a flat parameter needs gradients again."""
     torch.manual_seed(0)
@@ -134,14 +79,24 @@ def test_tied_weights_are_one(ranks: Ranks, engine: str) -> None:
 
 def _beside(rank: int, engine: str, how: str) -> Any:
     """Parameters that no FSDP module has: ignored ones, or those of a plain model around FSDP modules."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     torch.manual_seed(0)
     net = Net()
     if how == "ignored":
-        model = flat(net, engine, parts=(), ignored_states=[net.scale])
-    else:
-        flat(net, engine, parts=("mid", "embed"))  # the model around it is not used
-        model = net
-    return _trained_beside(model, rank, engine)
+        return _trained_beside(flat(net, engine, parts=(), ignored_states=[net.scale]), rank, engine)
+    options = {"use_orig_params": engine == "fsdp1", "device_id": torch.device("cpu")}
+    net.embed = FullyShardedDataParallel(net.embed, **options)
+    net.mid = FullyShardedDataParallel(net.mid, **options)
+    return _trained_beside(net, rank, engine)
+
+
+@pytest.mark.parametrize("how", ["ignored", "a plain root"])
+@pytest.mark.parametrize("engine", MODES)
+def test_parameters_beside_flat_ones(ranks: Ranks, engine: str, how: str) -> None:
+    truth = train(0, "plain", [dh.ClipNorm(1.0)], steps=1)
+    for found in ranks(_beside, engine, how):
+        assert close(found, truth)
 
 
 def _trained_beside(model: nn.Module, rank: int, engine: str) -> Any:
@@ -159,31 +114,6 @@ def _trained_beside(model: nn.Module, rank: int, engine: str) -> Any:
     assert [shard.name for shard in detect_engine(model).shards if shard.sharding == "unreduced"]
     assert seen == [(1, 5)]
     return [watch.latest], grads_of(model)
-
-
-@pytest.mark.parametrize("engine", MODES)
-def test_parameters_beside_flat_ones(ranks: Ranks, engine: str) -> None:
-    truth = train(0, "plain", [dh.ClipNorm(1.0)], steps=1)
-    for found in ranks(_beside, engine, "ignored"):
-        assert close(found, truth)
-
-
-def _plain_root(rank: int, engine: str) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    torch.manual_seed(0)
-    net = Net()
-    options = {"use_orig_params": engine == "fsdp1", "device_id": torch.device("cpu")}
-    net.embed = FullyShardedDataParallel(net.embed, **options)
-    net.mid = FullyShardedDataParallel(net.mid, **options)
-    return _trained_beside(net, rank, engine)
-
-
-@pytest.mark.parametrize("engine", MODES)
-def test_fsdp_modules_in_a_plain_model(ranks: Ranks, engine: str) -> None:
-    truth = train(0, "plain", [dh.ClipNorm(1.0)], steps=1)
-    for found in ranks(_plain_root, engine):
-        assert close(found, truth)
 
 
 # --- "final"

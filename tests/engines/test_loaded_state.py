@@ -32,12 +32,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _on_one_rank(rank: int) -> tuple[str, int, int]:
-    """Rank 0 loads, rank 1 does not; afterwards all load the same, and train on."""
+def _loads(rank: int, steps: int, counts: tuple[int | None, int | None]) -> tuple[str, int, int]:
+    """After ``steps`` steps each rank loads a state of its count, or none; afterwards all load the same, and train."""
     model, optimizer, watch = _attached()
+    for _ in range(steps):
+        _step(model, optimizer)
     state = watch.state_dict()
-    if rank == 0:
-        watch.load_state_dict(state | {"steps": 100})
+    if counts[rank] is not None:
+        watch.load_state_dict(state | {"steps": counts[rank]})
     with pytest.raises(dh.errors.AttachError) as raised:
         _step(model, optimizer)
     watch.load_state_dict(state | {"steps": 50})
@@ -47,33 +49,13 @@ def _on_one_rank(rank: int) -> tuple[str, int, int]:
     return str(raised.value), watch.steps, watch.latest["step"]
 
 
-def test_a_state_that_one_rank_alone_loads(ranks: Ranks) -> None:
-    for said, steps, logged in ranks(_on_one_rank):
-        assert "rank 0 counts 100 steps" in said
-        assert "rank 1 counts 0 steps" in said
+@pytest.mark.parametrize(("steps", "counts"), [(0, (100, None)), (2, (10, 20))])
+def test_states_that_differ_between_ranks(ranks: Ranks, steps: int, counts: tuple[int, int | None]) -> None:
+    for said, made, logged in ranks(_loads, steps, counts):
+        assert f"rank 0 counts {counts[0]} steps" in said
+        assert f"rank 1 counts {counts[1] or 0} steps" in said
         assert "call load_state_dict() on every rank" in said
-        assert (steps, logged) == (54, 51)
-
-
-def _other_counts(rank: int) -> tuple[str, int]:
-    """States with different counts, loaded after some steps."""
-    model, optimizer, watch = _attached()
-    for _ in range(2):
-        _step(model, optimizer)
-    watch.load_state_dict(watch.state_dict() | {"steps": 10 * (1 + rank)})
-    with pytest.raises(dh.errors.AttachError) as raised:
-        _step(model, optimizer)
-    watch.load_state_dict(watch.state_dict() | {"steps": 30})
-    _step(model, optimizer)
-    watch.remove()
-    return str(raised.value), watch.steps
-
-
-def test_states_with_different_counts(ranks: Ranks) -> None:
-    for said, steps in ranks(_other_counts):
-        assert "rank 0 counts 10 steps" in said
-        assert "rank 1 counts 20 steps" in said
-        assert steps == 31
+        assert (made, logged) == (54, 51)
 
 
 def _late(rank: int) -> str:

@@ -14,8 +14,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.errors import DisthooksError
-from tests.support.engines import close, loss_of, make
+from tests.support.engines import close
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -172,20 +171,3 @@ def test_models_on_overlapping_groups(order: str) -> None:
             for process in processes:
                 process.kill()
     assert said == [["True", "all"], ["True", "True", "all"], ["True", "all"]]
-
-
-def _differ(rank: int) -> str:
-    model = make("ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    pattern = "embed.*" if rank == 0 else "head.*"
-    try:
-        with dh.gradients(model, optimizer, rules=[dh.only(pattern, dh.ClipNorm(1.0))]):
-            loss_of(model, 0, "ddp", rank).backward()
-            optimizer.step()
-    except DisthooksError:
-        return "told"
-    return "fine"
-
-
-def test_ranks_that_attach_different_things_are_told(ranks: Ranks) -> None:
-    assert ranks(_differ, timeout=300) == ["told", "told"]

@@ -11,7 +11,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks import stats as S
 from disthooks.engines.detect import detect_engine
 from disthooks.grads.plan import StepPlan
 from disthooks.grads.records import WatchedSteps
@@ -132,60 +131,39 @@ def test_of_many_ranks_that_failed_no_rank_is_named() -> None:
 # --- Steps that were never made
 
 
-STATS = (S.Norm(), S.Spread(), S.NoiseScale(decay=0.0), S.NonFinite())
+STATS = (stats.Norm(), stats.Spread(), stats.NoiseScale(decay=0.0), stats.NonFinite())
 
 
-def _once(rank: int, engine: str) -> dict[str, Any]:
+def _after(rank: int, engine: str, way: str) -> dict[str, Any]:
+    """One step alone, after one that a GradScaler left out, or after a batch that was thrown away (no step)."""
     model = make(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=way == "skipped")
     with dh.gradients(model, optimizer, stats=STATS, every=1) as watch:
-        loss_of(model, 0, engine, rank).backward()
-        optimizer.step()
-    return dict(watch.latest)
-
-
-def _after_skip(rank: int, engine: str) -> dict[str, Any]:
-    """A GradScaler leaves the first step out; the second one is what ``_once`` does."""
-    model = make(engine)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with dh.gradients(model, optimizer, stats=STATS, every=1) as watch:
-        for spoil in (float("inf"), 1.0):
+        for spoil in {"alone": (1.0,), "skipped": (math.inf, 1.0), "dropped": (100.0, 1.0)}[way]:
             optimizer.zero_grad()
             scaler.scale(loss_of(model, 0, engine, rank) * spoil).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-    return dict(watch.latest)
-
-
-def _after_drop(rank: int, engine: str) -> dict[str, Any]:
-    """A batch is thrown away (an outlier): zero_grad, no step."""
-    model = make(engine)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=STATS, every=1) as watch:
-        (loss_of(model, 0, engine, rank) * 100).backward()
-        optimizer.zero_grad()
-        loss_of(model, 0, engine, rank).backward()
-        optimizer.step()
+            if spoil != 100.0:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
     return dict(watch.latest)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("way", [_after_skip, _after_drop])
-def test_a_step_never_made_leaves_nothing_behind(ranks: Ranks, way: Any, engine: str) -> None:
-    truth = ranks(_once, engine)[0]
-    found = ranks(way, engine)[0]
-    for name in ("grad_norm", "grad_norm/max_rank", "grad_norm/min_rank", "noise_scale"):
-        assert found[name] == pytest.approx(truth[name], rel=1e-4), (name, found[name], truth[name])
-    assert found["grad_norm/outlier_rank"] is None
+def test_a_step_never_made_leaves_nothing_behind(ranks: Ranks, engine: str) -> None:
+    truth, *others = (ranks(_after, engine, way)[0] for way in ("alone", "skipped", "dropped"))
+    for found in others:
+        for name in ("grad_norm", "grad_norm/max_rank", "grad_norm/min_rank", "noise_scale"):
+            assert found[name] == pytest.approx(truth[name], rel=1e-4), (name, found[name], truth[name])
+        assert found["grad_norm/outlier_rank"] is None
 
 
 def _blames(rank: int, engine: str) -> list[dict[str, Any]]:
     """Rank 0's NaN was dropped with its batch; then rank 1 has one of its own."""
     model = make(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[S.NonFinite()], every=1) as watch:
+    with dh.gradients(model, optimizer, stats=[stats.NonFinite()], every=1) as watch:
         for bad in (0, 1):
             optimizer.zero_grad()
             (loss_of(model, 0, engine, rank) * (float("nan") if rank == bad else 1.0)).backward()

@@ -47,7 +47,7 @@ def _lives(rank: int) -> tuple[list[Any], list[Any]]:
     try:
         dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[early, Said(fails=True)])
     except (OSError, dh.errors.AttachError) as error:
-        early.said.append(type(error).__name__)
+        early.said += [type(error).__name__, str(error)]
     try:
         dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[early], every=rank + 1)
     except dh.errors.AttachError as error:
@@ -57,8 +57,10 @@ def _lives(rank: int) -> tuple[list[Any], list[Any]]:
 
 def test_the_first_rank_alone_opens_and_closes(ranks: Ranks) -> None:
     first, second = ranks(_lives)
-    assert first == (["open", 0, "close"], ["open", "close", "OSError", "open", "close", "AttachError"])
-    assert second == ([], ["AttachError", "AttachError"])
+    assert first == (["open", 0, "close"], ["open", "close", "OSError", "disk full", "open", "close", "AttachError"])
+    whole, (kind, told, last) = second
+    assert (whole, kind, last) == ([], "AttachError", "AttachError")
+    assert "rank 0 could not open its sinks" in told
 
 
 def _monitored(rank: int, folder: str) -> list[tuple[int, float]]:
