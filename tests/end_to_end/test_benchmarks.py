@@ -17,19 +17,37 @@ from tests.support.jobs.folder import free_port
 sys.path.append(str(ROOT / "benchmarks"))
 
 
+def run(*command: str, code: int = 0, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a script on one thread: on a busy machine several wait for each other longer than they compute."""
+    given = os.pathsep.join(filter(None, [str(path), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": given, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def written(name: str, out: pathlib.Path, *options: str, **more: Any) -> dict[str, Any]:
+    """What a benchmark writes into ``out``."""
+    run(f"benchmarks/{name}.py", *options, "--json", str(out), **more)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture
+def out(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "out.json"
+
+
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one small round wrote."""
+    """What one small round on a disk wrote."""
     folder = tmp_path_factory.mktemp("bench")
-    script = [sys.executable, str(ROOT / "benchmarks" / "disk.py"), "--directory", str(folder)]
-    small = ["--model", "mlp", "--size", "small", "--rounds", "1", "--json", str(folder / "out.json")]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # One thread: on a busy machine several wait for each other longer than they compute.
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*script, *small], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    small = ["--directory", str(folder), "--model", "mlp", "--size", "small", "--rounds", "1"]
+    found = written("disk", folder / "out.json", *small)
     assert sorted(os.listdir(folder)) == ["out.json"], "no file of any way is left"
-    return json.loads((folder / "out.json").read_text())
+    return found
 
 
 def test_every_way_ran_or_says_why_not(figures: dict[str, Any]) -> None:
@@ -37,24 +55,6 @@ def test_every_way_ran_or_says_why_not(figures: dict[str, Any]) -> None:
     assert figures["results"].keys() >= {*ways, "trl OffloadActivations", "disthooks Cast(bf16), OnDisk"}
     assert all({"step_seconds", "added_seconds", "peak_bytes"} <= figures["results"][way].keys() for way in ways)
     assert figures["results"]["trl OffloadActivations"]["not_run"], "it needs an accelerator"
-
-
-def test_gradients_are_the_same_bits_in_every_exact_way(figures: dict[str, Any]) -> None:
-    rows = figures["results"] | {f"chain, {name}": row for name, row in figures["disk_bound"]["results"].items()}
-    inexact = {name for name, row in rows.items() if not row.get("gradients_identical", True)}
-    assert inexact == {"disthooks Cast(bf16), OnDisk"}
-    assert figures["targets"]["gradients_identical"]["met"] is True
-
-
-def test_bytes_went_to_disk_and_came_back(figures: dict[str, Any]) -> None:
-    report = figures["results"]["disthooks OnDisk"]["report"]
-    assert report["moved"] == report["loaded"] > 2**20
-    assert report["held"] == 0
-    assert figures["results"]["torch.save, a file a tensor"]["written_bytes_per_step"] > report["moved"]
-    assert figures["disk_bound"]["limit"]["moved_bytes"] == 8 * 2**20
-
-
-def test_the_targets_have_figures(figures: dict[str, Any]) -> None:
     targets = figures["targets"]
     names = "added_time_against_tutorial", "peak_memory_against_tutorial", "bandwidth_while_the_disk_is_the_bottleneck"
     assert all(targets[name]["met"] in (True, False, None) for name in names)
@@ -63,17 +63,21 @@ def test_the_targets_have_figures(figures: dict[str, Any]) -> None:
     assert figures["limit"].keys() >= {"least_added_seconds", "added_seconds", "distance_seconds"}
 
 
+def test_bytes_went_to_disk_and_gradients_are_the_same_bits_in_every_exact_way(figures: dict[str, Any]) -> None:
+    rows = figures["results"] | {f"chain, {name}": row for name, row in figures["disk_bound"]["results"].items()}
+    inexact = {name for name, row in rows.items() if not row.get("gradients_identical", True)}
+    assert inexact == {"disthooks Cast(bf16), OnDisk"}
+    assert figures["targets"]["gradients_identical"]["met"] is True
+    report = figures["results"]["disthooks OnDisk"]["report"]
+    assert report["moved"] == report["loaded"] > 2**20
+    assert report["held"] == 0
+    assert figures["results"]["torch.save, a file a tensor"]["written_bytes_per_step"] > report["moved"]
+    assert figures["disk_bound"]["limit"]["moved_bytes"] == 8 * 2**20
+
+
 @pytest.mark.full_tier
-def test_the_benchmark_of_gradients_runs(tmp_path: pathlib.Path) -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "gradients.py"), "--sizes", "small", "--rounds", "1"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    out = tmp_path / "out.json"
-    done = subprocess.run(
-        [*script, "--json", str(out)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())["results"]["small"]
+def test_the_benchmark_of_gradients_runs(out: pathlib.Path) -> None:
+    found = written("gradients", out, "--sizes", "small", "--rounds", "1")["results"]["small"]
     ours = {"disthooks ClipNorm", "disthooks all statistics", "disthooks ClipNorm and all statistics"}
     assert {"torch clip_grad_norm_", "naive statistics", *ours} <= found["added_milliseconds"].keys()
     assert found["not_run"].keys() | found["added_milliseconds"].keys() >= {"lightning grad_norm"}
@@ -87,11 +91,7 @@ def on_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     parts = ["ResNet-152 fp32", "decoder bf16", "statistics", "codecs", "ResNet-152 bf16"]
     sizes = ["--device", "cpu", "--size", "tiny", "--repeats", "1", "--budget", "1000"]
     to = ["--json", str(folder / "gpu.json"), "--figures", str(folder / "img")]
-    script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *sizes, *to, "--parts", *parts]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("benchmarks/gpu.py", *sizes, *to, "--parts", *parts)
     return json.loads((folder / "gpu.json").read_text()), done.stdout, folder
 
 
@@ -147,19 +147,8 @@ def test_one_attachment_lasts_for_all_steps_of_a_row(on_device: Figures) -> None
     assert [step["peak_bytes"] > 0 for step in row["first_steps"]] == [True, True]
 
 
-def _script(*command: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
-    given = os.pathsep.join(filter(None, [str(path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": given, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
-    )
-
-
-def test_the_first_command_on_a_gpu_runs_without_one(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "first.json"
-    done = _script("benchmarks/gpu_first.py", "--device", "cpu", "--size", "tiny", "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+def test_the_first_command_on_a_gpu_runs_without_one(out: pathlib.Path) -> None:
+    found = written("gpu_first", out, "--device", "cpu", "--size", "tiny")
     assert not [name for name, part in found.items() if part.get("failed")]
     assert found["page_locking"]["not_run"] == "only CUDA page-locks"
     assert found["both_ways"]["each_way"] > 0
@@ -173,30 +162,24 @@ def test_the_first_command_on_a_gpu_runs_without_one(tmp_path: pathlib.Path) -> 
         assert tests["skipped"]["needs a GPU"] > 5
 
 
-def test_a_codec_whose_library_is_not_installed_is_named(tmp_path: pathlib.Path) -> None:
+def test_a_codec_whose_library_is_not_installed_is_named(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "zstandard.py").write_text("raise ImportError('not installed')")
-    out = tmp_path / "out.json"
-    sizes = ["--megabytes", "1", "--rounds", "1", "--out", str(out)]
-    done = _script("benchmarks/codecs.py", *sizes, path=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("benchmarks/codecs.py", "--megabytes", "1", "--rounds", "1", "--out", str(out), path=tmp_path)
     found = json.loads(out.read_text())
     assert "pip install" in found["not_run"]["Compress('zstd'), GELU, float32"]
     assert "Compress('lz4')" in found["results"]["dropout mask, bool"]
 
 
 @pytest.mark.full_tier
-def test_the_parts_of_two_runs_become_one(tmp_path: pathlib.Path, on_device: Figures) -> None:
-    out = tmp_path / "all.json"
-    sizes = ["--device", "cpu", "--size", "tiny", "--json", str(out), "--add", str(on_device[2] / "gpu.json")]
-    done = _script("benchmarks/gpu.py", "--parts", *sizes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+def test_the_parts_of_two_runs_become_one(out: pathlib.Path, on_device: Figures) -> None:
+    sizes = ["--device", "cpu", "--size", "tiny", "--add", str(on_device[2] / "gpu.json")]
+    found = written("gpu", out, "--parts", *sizes)
     assert found["workloads"] == on_device[0]["workloads"]
     assert found["targets"].keys() == on_device[0]["targets"].keys()
 
 
 @pytest.mark.full_tier
-def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path) -> None:
+def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path, out: pathlib.Path) -> None:
     tests = tmp_path / "test_slow.py"
     tests.write_text(
         "import signal, time, pytest\n"
@@ -205,10 +188,8 @@ def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path) ->
         "def test_absent(): pytest.importorskip('no_such_package')\n"
         "def test_hangs():\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    time.sleep(600)\n"
     )
-    out = tmp_path / "out.json"
     options = ["--device", "cpu", "--jobs", "1", "--limit", "20", "--json", str(out)]
-    done = _script("tests/gpu/run.py", *options, "--only", str(tests), "tests/gpu/test_watch_gpu.py")
-    assert done.returncode == 1
+    run("tests/gpu/run.py", *options, "--only", str(tests), "tests/gpu/test_watch_gpu.py", code=1)
     groups = json.loads(out.read_text())["groups"]
     found = groups[str(tests)]
     assert found["passed"] == 1
@@ -266,12 +247,7 @@ assert bench.row("checkpoint per block") == late
 
 def test_a_way_that_fails_is_named_and_the_rest_runs() -> None:
     """A process of its own: the benchmarks have a module ``models`` as the laws do."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run("-c", FAILS, path=ROOT / "benchmarks")
 
 
 def test_figures_that_are_kept_are_those_of_the_results(tmp_path: pathlib.Path) -> None:
@@ -313,14 +289,8 @@ def test_what_the_link_allows() -> None:
 
 
 @pytest.mark.full_tier
-def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), "--count", "10", "--rounds", "1"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    to = ["--directory", str(tmp_path), "--json", str(tmp_path / "out.json")]
-    done = subprocess.run([*script, *to], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
+def test_growth_has_the_ratios_of_each_program(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    found = written("growth", out, "--count", "10", "--rounds", "1", "--directory", str(tmp_path))
     assert found["results"].keys() == {"views", "columns", "weight", "mask", "asked"}
     for row in found["results"].values():
         assert row["moved_bytes"] > 0
@@ -328,20 +298,10 @@ def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.full_tier
-def test_a_benchmark_stands_beside_the_one_of_another_commit(tmp_path: pathlib.Path) -> None:
+def test_a_benchmark_stands_beside_the_one_of_another_commit(out: pathlib.Path) -> None:
     if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True).returncode:
         pytest.skip("an older commit is needed, and this folder is no checkout of git")
-    out = tmp_path / "before.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "before.py"), "HEAD", "--only", "overhead"]
-    done = subprocess.run(
-        [*script, "--turns", "2", "--rounds", "1", "--json", str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+    found = written("before", out, "HEAD", "--only", "overhead", "--turns", "2", "--rounds", "1")
     rows = found["results"]["overhead"]["figures"]
     assert found["results"]["overhead"]["turns"] == 2
     assert "medians: large: disthooks, on disk" in rows
@@ -364,12 +324,9 @@ def test_ratios_are_taken_turn_by_turn() -> None:
 
 
 @pytest.mark.full_tier
-def test_explain_is_measured_in_processes_of_its_own(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "explain.json"
+def test_explain_is_measured_in_processes_of_its_own(out: pathlib.Path) -> None:
     names = "8B, FSDP2 x 1024", "Llama-3-8B, TP 8", "MemTracker, ResNet-152, batch 256"
-    done = _script("benchmarks/explain.py", "--size", "tiny", "--json", str(out), "--only", *names)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+    found = written("explain", out, "--size", "tiny", "--only", *names)
     rows = found["results"] | found["peers"]
     assert rows.keys() == set(names)
     assert all(row["seconds"] > 0 and row["resident_gib"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
@@ -377,25 +334,18 @@ def test_explain_is_measured_in_processes_of_its_own(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.full_tier
-def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(tmp_path: pathlib.Path) -> None:
+def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(out: pathlib.Path) -> None:
     """On a CPU both are exact."""
-    out = tmp_path / "explain-gpu.json"
     names = "llama bf16 flash", "resnet152 fp32"
-    sizes = ["--device", "cpu", "--size", "tiny", "--json", str(out)]
-    done = _script("benchmarks/explain_gpu.py", *sizes, "--only", *names)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+    found = written("explain_gpu", out, "--device", "cpu", "--size", "tiny", "--only", *names)
     assert found["summary"]["met"] == found["summary"]["cases"] == 2
     assert [row["saved_off"] for row in found["rows"].values()] == [0, 0]
 
 
 @pytest.mark.full_tier
-def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "layer_inputs.json"
-    sizes = ["--size", "small", "--rounds", "1", "--directory", str(tmp_path), "--json", str(out)]
-    done = _script("benchmarks/layer_inputs.py", *sizes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for batch in json.loads(out.read_text())["batches"].values():
+def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    found = written("layer_inputs", out, "--size", "small", "--rounds", "1", "--directory", str(tmp_path))
+    for batch in found["batches"].values():
         assert batch["ways"].keys() == {"inputs stay", "transformers offload=True", "disthooks"}
         # The input of a layer of the short batch is smaller than what a disk is asked to take.
         assert batch["ways"]["disthooks"]["moved_bytes"] == (batch["inputs_bytes"] if batch["rows"] > 1 else 0)
@@ -403,35 +353,26 @@ def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(tmp_path: pathl
 
 @pytest.mark.full_tier
 @pytest.mark.dist
-def test_faults_in_training_are_named(tmp_path: pathlib.Path) -> None:
+def test_faults_in_training_are_named(out: pathlib.Path) -> None:
     """One of each kind on two ranks; which of two copies is wrong cannot always be told."""
-    out = tmp_path / "faults.json"
     sizes = ["--faults", "10", "--clean", "100", "--length", "100", "--seed", "1", "--port", str(free_port())]
-    done = _script("benchmarks/faults.py", *sizes, "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+    found = written("faults", out, *sizes)
     assert found["false_alarms"] == 0
     assert found["right"] >= 9, found["failures"]
 
 
 @pytest.mark.full_tier
-def test_clipping_beside_torch_is_measured(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "clip.json"
-    done = _script("benchmarks/clip.py", "--threads", "1", "--rounds", "1", "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    ratios = json.loads(out.read_text())["clip_and_step_against_torch"]
+def test_clipping_beside_torch_is_measured(out: pathlib.Path) -> None:
+    ratios = written("clip", out, "--threads", "1", "--rounds", "1")["clip_and_step_against_torch"]
     assert len(ratios) == 8
     assert all(0.2 < each < 5 for each in ratios.values())
 
 
 @pytest.mark.full_tier
-def test_induced_spikes_and_their_alarm(tmp_path: pathlib.Path) -> None:
+def test_induced_spikes_and_their_alarm(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """A model that is too small for its figures to mean anything: each fault and rule is run, and drawn."""
     sizes = ["--seeds", "1", "--clean", "120", "--layers", "1", "--width", "16", "--jobs", "2"]
-    to = ["--json", str(tmp_path / "spikes.json"), "--figure", str(tmp_path / "spikes.svg")]
-    done = _script("benchmarks/spikes.py", *sizes, *to)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "spikes.json").read_text())
+    found = written("spikes", out, *sizes, "--figure", str(tmp_path / "spikes.svg"))
     assert found["alarm"]["clean_steps"] == 120
     rows = [row for rules in found["faults"].values() for row in rules.values()]
     assert len(rows) == 18
@@ -442,20 +383,14 @@ def test_induced_spikes_and_their_alarm(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.full_tier
 @pytest.mark.dist
-def test_flipped_bits_are_named(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "bits.json"
-    done = _script("benchmarks/bits.py", "--bits", "6", "--port", str(free_port()), "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+def test_flipped_bits_are_named(out: pathlib.Path) -> None:
+    found = written("bits", out, "--bits", "6", "--port", str(free_port()))
     assert (found["right"], found["bits"]) == (6, 6), found["wrong"]
 
 
 @pytest.mark.full_tier
-def test_the_cost_of_seeing_a_run_is_measured(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "seeing.json"
-    done = _script("benchmarks/seeing.py", "--sizes", "small", "--rounds", "1", "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = json.loads(out.read_text())["results"].values()
+def test_the_cost_of_seeing_a_run_is_measured(out: pathlib.Path) -> None:
+    (found,) = written("seeing", out, "--sizes", "small", "--rounds", "1")["results"].values()
     assert len(found["added_share_of_a_step"]) == 4
 
 
@@ -472,10 +407,7 @@ def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
 
 
 @pytest.mark.full_tier
-def test_a_budget_on_the_cpu_is_kept(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "fit.json"
-    done = _script("benchmarks/fit.py", "--size", "small", "--rounds", "1", "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())["results"]
+def test_a_budget_on_the_cpu_is_kept(out: pathlib.Path) -> None:
+    found = written("fit", out, "--size", "small", "--rounds", "1")["results"]
     assert all(row["same_loss"] for row in found.values())
     assert all(row["is_kept"] for way, row in found.items() if way.startswith("fit"))
