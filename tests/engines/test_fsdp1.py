@@ -86,16 +86,16 @@ def test_options_change_nothing(ranks: Ranks, name: str, orig: bool, how: str, t
     assert ranks(_with_options, name, orig, how, str(tmp_path)) == [FEW_GOOD, FEW_GOOD]
 
 
-def _alive(rank: int, strategy: str, orig: bool, how: str, folder: str) -> list[tuple[int, int]]:
+def _alive(rank: int, orig: bool, how: str, folder: str) -> list[tuple[int, int]]:
     line = pipeline(dh.OnDisk(folder), at_least=0)
-    return alive_with_and_without(Tiny, functools.partial(_fsdp, strategy=strategy, orig=orig), how, line, rank)
+    return alive_with_and_without(Tiny, functools.partial(_fsdp, orig=orig), how, line, rank)
 
 
 @pytest.mark.full_tier(how=("after", "wrappers"))
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
 def test_gathered_weights_are_freed_after_forward(ranks: Ranks, orig: bool, how: str, tmp_path: pathlib.Path) -> None:
-    for (gathered, left), with_hooks in ranks(_alive, "FULL_SHARD", orig, how, str(tmp_path)):
+    for (gathered, left), with_hooks in ranks(_alive, orig, how, str(tmp_path)):
         assert gathered > 100_000 > left == 0
         assert with_hooks == (gathered, left)
 

@@ -274,9 +274,6 @@ def test_several_microbatches_are_stored_at_once(
 # --- Gradients: sequence parallelism, transformers' ``tp_plan``, flattened meshes
 
 
-FOUR_RANKS = 4
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -357,72 +354,47 @@ def _same(rank: int, model: nn.Module, shares: int, share: int) -> list[Any]:
 
 
 def _sequences(rank: int) -> list[Any]:
+    """A function of one final gradient sees its sum over the ranks, too, not this rank's share of it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model = _sequence_parallel_plan(_whole_model(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     placements = {n: p.placements for n, p in model.named_parameters()}  # type: ignore[attr-defined]
-    _loss(model, _tokens(0)).backward()
-    differ = [n for n, p in model.named_parameters() if p.grad.placements != placements[n]]  # type: ignore[union-attr]
-    assert {"0.weight", "1.norm.weight", "2.bias"} <= set(differ), differ  # or this test would show nothing
-    return _same(rank, model, 1, 0)
-
-
-def test_gradients_that_lie_otherwise_than_their_parameters(ranks: Ranks) -> None:
-    assert ranks(_sequences) == [[True] * 4] * 2
-
-
-def _one_function(rank: int) -> list[Any]:
-    """A function of one final gradient sees its sum over the ranks, not this rank's share of it."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    model = _sequence_parallel_plan(_whole_model(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
     seen: list[torch.Tensor] = []
     with dh.on_gradient(model, "1.norm.weight", lambda grad: seen.append(grad.to_local().clone())):
         _loss(model, _tokens(0)).backward()
+        differ = [n for n, p in model.named_parameters() if p.grad.placements != placements[n]]  # type: ignore[union-attr]
+        assert {"0.weight", "1.norm.weight", "2.bias"} <= set(differ), differ  # or this test would show nothing
         optimizer.step()
-    alone = _whole_model()
-    _loss(alone, _tokens(0)).backward()
-    truth = alone.get_parameter("1.norm.weight").grad
-    assert truth is not None
-    return [close(seen[0], truth, 1e-11)]
+    _loss(alone := _whole_model(), _tokens(0)).backward()
+    return [close(seen[0], alone.get_parameter("1.norm.weight").grad, 1e-11), *_same(rank, model, 1, 0)]
 
 
-def test_a_function_of_a_gradient_that_is_partial(ranks: Ranks) -> None:
-    assert ranks(_one_function) == [[True]] * 2
+def test_gradients_that_lie_otherwise_than_their_parameters(ranks: Ranks) -> None:
+    assert ranks(_sequences) == [[True] * 5] * 2
 
 
-def _flattened(rank: int) -> list[Any]:
+def _flattened(rank: int, shape: tuple[int, int, int]) -> list[Any]:
     """``dp_shard`` and ``cp`` flattened into one dimension for FSDP2, beside tensor parallelism; norms are not cut."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "cp", "tp"))
+    model: Any = _whole_model()
+    if shape[2] > 1:
+        plan = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh["tp"], plan)
     flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    model = _whole_model()
-    plan = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel(output_layouts=Replicate())}
-    parallelize_module(model, mesh["tp"], plan)
-    for part in (model[1], model):  # type: ignore[index]
+    for part in (model[1], model):
         fully_shard(part, mesh=flat)
-    return _same(rank, model, 2, rank // 2)
+    return _same(rank, model, 4 // shape[2], rank // shape[2])
 
 
-def _flattened_wide(rank: int) -> list[Any]:
-    """Both dimensions that are flattened have two ranks, and tensor parallelism none."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
-    model = _whole_model()
-    fully_shard(model, mesh=mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
-    return _same(rank, model, 4, rank)
-
-
-@pytest.mark.parametrize("how", [_flattened, _flattened_wide])
-def test_a_flattened_dimension(four: Ranks, how: Any) -> None:
-    assert four(how) == [[True] * 4] * FOUR_RANKS
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1)])
+def test_a_flattened_dimension(four: Ranks, shape: tuple[int, int, int]) -> None:
+    assert four(_flattened, shape) == [[True] * 4] * 4
 
 
 def _llama(rank: int, folder: str) -> list[Any]:
