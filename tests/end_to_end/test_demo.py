@@ -161,13 +161,6 @@ def test_whole_files_are_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: pat
     assert len(pages[0]) + len(pages[1]) == 41 == found.train_files + found.held_out_files
 
 
-@pytest.mark.parametrize("arguments", [[], ["no/such/script.py"]])
-def test_the_launcher_says_how_it_is_used(arguments: list[str]) -> None:
-    done = launch(*arguments)
-    assert done.returncode != 0
-    assert "launch/local.sh" in done.stdout + done.stderr
-
-
 def test_the_table_names_the_rank_and_the_parameter_of_a_gradient_that_is_not_finite(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

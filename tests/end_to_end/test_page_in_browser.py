@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,12 @@ import pytest
 from disthooks._tensors import format_bytes
 from disthooks.predict.recording.record import CATEGORIES
 from disthooks.report.page.page import page
-from tests.support.browser import Browser, browser
+from tests.end_to_end.conftest import Text
+from tests.support.browser import Browser
 from tests.support.pages import full_document, plain_document
 
 pytestmark = pytest.mark.full_tier  # two tests of it belong to the second tier
 EVIL = "</script><img src=x onerror=alert(1)>"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +38,6 @@ def show(chromium: Browser, document: dict[str, Any], folder: pathlib.Path) -> N
 def shown(chromium: Browser, full: dict[str, Any], tmp_path: pathlib.Path) -> Browser:
     show(chromium, full, tmp_path)
     return chromium
-
-
-def text(chromium: Browser, selector: str) -> str:
-    found: str = chromium.run(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
-    return found
 
 
 def drawn(chromium: Browser) -> dict[str, int]:
@@ -78,106 +67,74 @@ def test_the_page_loads_one_file_and_complains_about_nothing(shown: Browser) -> 
     ]
 
 
-def test_the_head_says_the_figures(shown: Browser, full: dict[str, Any]) -> None:
-    head, plan = text(shown, "#head"), full["plan"]
+def test_the_page_says_what_the_document_says(text: Text, shown: Browser, full: dict[str, Any]) -> None:
+    head, plan, fits = text("#head"), full["plan"], full["fits"]
     assert "With the plan, one training step" in head, "the page begins with what was asked for"
     assert format_bytes(plan["held"]) in head
     assert format_bytes(plan["peak"]["nbytes"]) in head
     assert all(format_bytes(each) in head for each in plan["peak"]["range"])
-    assert f"It does not fit in {format_bytes(full['fits']['limit'])}" in head
+    assert f"It does not fit in {format_bytes(fits['limit'])}" in head
+    assert "The loss is the output." in head
+    missing = f"{format_bytes(fits['nbytes'] - fits['limit'])} are missing"
+    for said in ("Too large", missing, "Largest batch that fits3", "4 would need", "Cheapest changeHalve it"):
+        assert said in head
+    assert "Longest sequence" not in head, "its size cannot be set"
+    for said in ("Half is enough.", "Send the blocks away", "saves 1.0 MiB"):
+        assert said in text("#advice")
+    (row,) = plan["modules"]
+    for said in (row["to"], format_bytes(row["recomputed"]), format_bytes(row["stored"])):
+        assert said in text("#plan table")
+    assert "apex::norm" in text("#unknown")
+    assert "The CUDA context" in text("#unknown")
+    assert next(iter(full["operators"])) in text("#operators")
     shown.click("#plans label:nth-of-type(1)")
-    head = text(shown, "#head")
-    assert format_bytes(full["saved"]) in head
-    assert format_bytes(full["peak"]["nbytes"]) in head
+    assert format_bytes(full["saved"]) in text("#head")
+    assert format_bytes(full["peak"]["nbytes"]) in text("#head")
 
 
 def test_bytes_are_as_in_the_terminal(shown: Browser) -> None:
-    counts = [
-        0,
-        1,
-        1023,
-        1024,
-        1280,
-        1792,
-        2**20 - 1,
-        2**30 * 9 + 2**28,
-        2**30 * 9 + 2**29 + 2**28,
-        3 * 2**40,
-        123456789,
-    ]
+    counts = [0, 1, 1023, 1024, 1280, 1792, 2**20 - 1, 2**30 * 9 + 2**28, 2**30 * 9 + 3 * 2**28, 3 * 2**40, 123456789]
     assert shown.run(f"{counts}.map(bytes)") == [format_bytes(each) for each in counts]
 
 
-def test_what_the_plan_does_is_a_table(shown: Browser, full: dict[str, Any]) -> None:
-    said = text(shown, "#plan table")
-    (row,) = full["plan"]["modules"]
-    assert row["to"] in said
-    assert format_bytes(row["recomputed"]) in said
-    assert format_bytes(row["stored"]) in said
-
-
-def test_the_head_says_how_far_it_goes(shown: Browser, full: dict[str, Any]) -> None:
-    fits, head = full["fits"], text(shown, "#head")
-    missing = format_bytes(fits["nbytes"] - fits["limit"])
-    for said in (
-        "Too large",
-        f"{missing} are missing",
-        "Largest batch that fits3",
-        "4 would need",
-        "Cheapest changeHalve it",
-    ):
-        assert said in head
-    assert "Longest sequence" not in head, "its size cannot be set"
-    assert "Half is enough." in text(shown, "#advice")
-
-
-def test_the_icicle_has_a_rectangle_for_each_module(shown: Browser, full: dict[str, Any]) -> None:
-    folded = drawn(shown)
-    assert sum(folded.values()) == len(visible(shown, full)), "a rectangle stands for its equals"
+def test_the_icicle_has_a_rectangle_for_each_module(text: Text, shown: Browser, full: dict[str, Any]) -> None:
+    """A rectangle stands for its equals until it is unfolded; each is as wide as what its module saves."""
+    folded, every = drawn(shown), dict.fromkeys(visible(shown, full), 1)
+    assert sum(folded.values()) == len(every)
     assert max(folded.values()) >= 4
-    assert len(folded) < len(visible(shown, full))
+    assert len(folded) < len(every)
+    for now in (every, folded):
+        shown.click("#crumbs .unfold")
+        assert drawn(shown) == now
     shown.click("#fold")
-    assert drawn(shown) == dict.fromkeys(visible(shown, full), 1)
-    thin = {row["module"] for row in full["modules"] if row["whole"]} - visible(shown, full)
-    assert f"{len(thin)} {'is' if len(thin) == 1 else 'are'} too thin to be drawn" in text(shown, "#modules-lead")
-
-
-def test_rectangles_are_as_wide_as_what_they_save(shown: Browser, full: dict[str, Any]) -> None:
-    shown.click("#fold")
+    assert drawn(shown) == every
+    thin = {row["module"] for row in full["modules"] if row["whole"]} - every.keys()
+    assert f"{len(thin)} {'is' if len(thin) == 1 else 'are'} too thin to be drawn" in text("#modules-lead")
     width = shown.run(
         "Object.fromEntries([...document.querySelectorAll('.cell:not(.itself)')]"
         ".map((cell) => [cell.dataset.module, cell.getBoundingClientRect().width]))"
     )
     for row in full["modules"]:
         if row["module"] in width:
-            assert width[row["module"]] == pytest.approx(width[""] * row["whole"] / full["saved"], abs=0.5), row[
-                "module"
-            ]
+            expected = width[""] * row["whole"] / full["saved"]
+            assert width[row["module"]] == pytest.approx(expected, abs=0.5), row["module"]
 
 
-def test_equal_blocks_unfold_and_fold(shown: Browser, full: dict[str, Any]) -> None:
-    before = drawn(shown)
-    shown.click("#crumbs .unfold")
-    assert drawn(shown) == dict.fromkeys(visible(shown, full), 1)
-    shown.click("#crumbs .unfold")
-    assert drawn(shown) == before
-
-
-def test_a_click_zooms_and_a_crumb_goes_back(shown: Browser) -> None:
-    assert text(shown, "#crumbs [aria-current]") == "small"
+def test_a_click_zooms_and_a_crumb_goes_back(text: Text, shown: Browser) -> None:
+    assert text("#crumbs [aria-current]") == "small"
     shown.click(cell("head"))
-    assert text(shown, "#crumbs [aria-current]") == "head"
+    assert text("#crumbs [aria-current]") == "head"
     assert list(drawn(shown)) == ["head"]
     shown.click("#crumbs button")
-    assert text(shown, "#crumbs [aria-current]") == "small"
+    assert text("#crumbs [aria-current]") == "small"
     assert "blocks" in drawn(shown)
     shown.click(cell("blocks"))
     assert next(iter(drawn(shown))) == "blocks"
     shown.click(cell("blocks"))  # the top rectangle
-    assert text(shown, "#crumbs [aria-current]") == "small"
+    assert text("#crumbs [aria-current]") == "small"
 
 
-def test_the_keyboard_reaches_each_rectangle(shown: Browser) -> None:
+def test_the_keyboard_reaches_each_rectangle(text: Text, shown: Browser) -> None:
     def focus() -> Any:
         return shown.run("document.activeElement.dataset?.module")
 
@@ -189,10 +146,10 @@ def test_the_keyboard_reaches_each_rectangle(shown: Browser) -> None:
     assert focus() not in (None, first)
     shown.run(f"document.querySelector({json.dumps(cell('head'))}).focus()")
     shown.press("Enter")
-    assert text(shown, "#crumbs [aria-current]") == "head"
+    assert text("#crumbs [aria-current]") == "head"
     assert focus() == "head"
     shown.press("Escape")
-    assert text(shown, "#crumbs [aria-current]") == "small"
+    assert text("#crumbs [aria-current]") == "small"
     assert focus() == ""
     count = len(drawn(shown))
     group = max(drawn(shown), key=lambda name: drawn(shown)[name])
@@ -205,32 +162,32 @@ def test_the_keyboard_reaches_each_rectangle(shown: Browser) -> None:
     assert len(drawn(shown)) == count
 
 
-def test_a_rectangle_says_its_bytes_and_operators(shown: Browser, full: dict[str, Any]) -> None:
+def test_a_rectangle_says_its_bytes_and_operators(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     row = next(row for row in full["modules"] if row["module"] == "head")
     shown.point_at(cell("head"))
-    said = text(shown, "#hint")
+    said = text("#hint")
     assert "head" in said
     assert "Linear" in said
     assert format_bytes(row["own"]) in said
     assert next(iter(row["operators"])) in said
 
 
-def test_widths_can_be_flops_or_time(shown: Browser) -> None:
+def test_widths_can_be_flops_or_time(text: Text, shown: Browser) -> None:
     shown.click("#measure label:nth-of-type(2)")
-    assert "FLOP" in text(shown, cell(""))
-    assert "floating-point operations" in text(shown, "#modules-lead")
+    assert "FLOP" in text(cell(""))
+    assert "floating-point operations" in text("#modules-lead")
     shown.click("#measure label:nth-of-type(3)")
-    assert re.search(r"\d m?s", text(shown, cell("")))
-    assert "the time that it takes" in text(shown, "#modules-lead")
+    assert re.search(r"\d m?s", text(cell("")))
+    assert "the time that it takes" in text("#modules-lead")
 
 
-def test_the_curve_says_the_module_and_the_bytes(shown: Browser, full: dict[str, Any]) -> None:
+def test_the_curve_says_the_module_and_the_bytes(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     points, categories = full["plan"]["curve"]["points"], full["plan"]["curve"]["categories"]
     for part in (0.1, 0.4, 0.6):
         x, _ = shown.point_at("#curve svg", part)
         moment = int(shown.run("document.querySelector('#curve svg').getAttribute('aria-valuenow')"))
         point = next(each for each in points if each[0] == moment)
-        said = text(shown, "#hint")
+        said = text("#hint")
         assert (full["modules"][point[2]]["module"] or "small") in said
         assert full["plan"]["curve"]["phases"][point[1]] in said
         assert format_bytes(sum(point[3:])) in said
@@ -241,17 +198,21 @@ def test_the_curve_says_the_module_and_the_bytes(shown: Browser, full: dict[str,
     assert shown.run("document.querySelector('#curve .cross').getAttribute('visibility')") == "visible"
 
 
-def test_the_curve_shows_phases_peak_and_limit(shown: Browser, full: dict[str, Any]) -> None:
-    said = text(shown, "#curve")
-    assert all(phase in said for phase in full["plan"]["curve"]["phases"])
-    highest = max(sum(point[3:]) for point in full["plan"]["curve"]["points"])
+def test_the_curve_shows_phases_peak_and_limit(text: Text, shown: Browser, full: dict[str, Any]) -> None:
+    said, curve = text("#curve"), full["plan"]["curve"]
+    points = curve["points"]
+    assert all(phase in said for phase in curve["phases"])
+    highest = max(sum(point[3:]) for point in points)
     assert f"{format_bytes(highest)} of tensors" in said, "the peak has the workspaces, too"
     assert f"limit {format_bytes(full['fits']['limit'])}" in said
     drawn_categories = shown.run("[...document.querySelectorAll('#curve .area')].map((area) => area.dataset.category)")
-    curve = full["plan"]["curve"]
     assert drawn_categories == [
-        name for number, name in enumerate(curve["categories"]) if any(point[3 + number] for point in curve["points"])
+        name for number, name in enumerate(curve["categories"]) if any(point[3 + number] for point in points)
     ]
+    shown.run("document.querySelector('#curve svg').focus()")
+    for key, point in (("Home", points[0]), ("ArrowRight", points[1]), ("End", points[-1])):
+        shown.press(key)
+        assert shown.run("document.querySelector('#curve svg').getAttribute('aria-valuenow')") == str(point[0])
 
 
 def test_each_category_has_a_colour_of_its_own(shown: Browser) -> None:
@@ -264,45 +225,33 @@ def test_each_category_has_a_colour_of_its_own(shown: Browser) -> None:
         assert len(set(colours)) == len(CATEGORIES), colours
 
 
-def test_arrows_move_the_moment_on_the_curve(shown: Browser, full: dict[str, Any]) -> None:
-    shown.run("document.querySelector('#curve svg').focus()")
-    shown.press("Home")
-    moment = "document.querySelector('#curve svg').getAttribute('aria-valuenow')"
-    points = full["plan"]["curve"]["points"]
-    assert shown.run(moment) == str(points[0][0])
-    shown.press("ArrowRight")
-    assert shown.run(moment) == str(points[1][0])
-    shown.press("End")
-    assert shown.run(moment) == str(points[-1][0])
-
-
-def test_a_plan_changes_the_head_and_the_curve(shown: Browser, full: dict[str, Any]) -> None:
+def test_a_plan_changes_the_head_and_the_curve(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     plan = full["what_if"][0]
     area = "[...document.querySelectorAll('#curve .area')].map((area) => area.getAttribute('d')).join()"
     before = shown.run(area)
     shown.click("#plans label:nth-of-type(3)")
-    head = text(shown, "#head")
+    head = text("#head")
     assert format_bytes(plan["saved"]) in head
     assert format_bytes(plan["peak"]["nbytes"]) in head
     assert "Half to the host" in head
     assert "less than without" in head
     assert shown.run(area) != before
-    assert text(shown, "#plan code") == plan["yaml"]
+    assert text("#plan code") == plan["yaml"]
     shown.click("#plans label:nth-of-type(2)")
     assert shown.run(area) == before
-    assert "Half to the host" not in text(shown, "#head")
+    assert "Half to the host" not in text("#head")
 
 
-def test_the_yaml_of_a_plan_is_copied(shown: Browser, full: dict[str, Any]) -> None:
+def test_the_yaml_of_a_plan_is_copied(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     # The clipboard belongs to the whole machine, so the test sees what the page gives to it.
     shown.run("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
     shown.click("#plans label:nth-of-type(3)")
     shown.click("#plan button")
     assert shown.run("window.copied") == full["what_if"][0]["yaml"]
-    shown.wait_for(lambda: text(shown, "#plan button") == "Copied")
+    shown.wait_for(lambda: text("#plan button") == "Copied")
 
 
-def test_search_highlights_what_matches(shown: Browser, full: dict[str, Any]) -> None:
+def test_search_highlights_what_matches(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     shown.run("document.querySelector('#search').focus()")
     shown.type("blocks.*.up")
     hits = shown.run("[...document.querySelectorAll('.cell.hit')].map((cell) => cell.dataset.module)")
@@ -310,21 +259,12 @@ def test_search_highlights_what_matches(shown: Browser, full: dict[str, Any]) ->
     assert hits
     assert all(name.endswith(".up") for name in hits)
     assert shown.run("document.querySelectorAll('.cell:not(.hit):not(.dim)').length") == 0
-    found = text(shown, "#found")
+    found = text("#found")
     assert f"{len(matching)} modules match" in found
     assert format_bytes(sum(row["whole"] for row in matching)) in found
     shown.run("document.querySelector('#search').select()")
     shown.type("no such module")
-    assert "No module" in text(shown, "#found")
-
-
-def test_the_rest_of_the_document_is_on_the_page(shown: Browser, full: dict[str, Any]) -> None:
-    assert "Send the blocks away" in text(shown, "#advice")
-    assert "saves 1.0 MiB" in text(shown, "#advice")
-    assert "apex::norm" in text(shown, "#unknown")
-    assert "The CUDA context" in text(shown, "#unknown")
-    assert "The loss is the output." in text(shown, "#head")
-    assert next(iter(full["operators"])) in text(shown, "#operators")
+    assert "No module" in text("#found")
 
 
 def test_each_key_is_optional(chromium: Browser, full: dict[str, Any], tmp_path: pathlib.Path) -> None:
@@ -339,20 +279,22 @@ def test_each_key_is_optional(chromium: Browser, full: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
-def test_a_time_is_shown_only_if_one_is_known(seconds: float, chromium: Browser, tmp_path: pathlib.Path) -> None:
+def test_a_time_is_shown_only_if_one_is_known(
+    text: Text, seconds: float, chromium: Browser, tmp_path: pathlib.Path
+) -> None:
     show(chromium, plain_document() | {"seconds": {"forward": seconds, "backward": 0.0}}, tmp_path)
-    assert ("Time of a step" in text(chromium, "#head")) == (seconds > 0)
+    assert ("Time of a step" in text("#head")) == (seconds > 0)
 
 
 @pytest.mark.second_tier
-def test_a_name_runs_nothing(chromium: Browser, full: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_a_name_runs_nothing(text: Text, chromium: Browser, full: dict[str, Any], tmp_path: pathlib.Path) -> None:
     rows = [{**row, "module": row["module"] + EVIL, "class": EVIL} for row in full["modules"]]
     show(chromium, {**full, "model": EVIL, "modules": rows, "warnings": [EVIL]}, tmp_path)
     assert chromium.problems() == []
     assert chromium.run("document.querySelectorAll('img').length") == 0
-    assert text(chromium, "h1") == EVIL
+    assert text("h1") == EVIL
     chromium.point_at(".cell")
-    assert EVIL in text(chromium, "#hint")
+    assert EVIL in text("#hint")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from disthooks.run.cli.app import app
-from tests.support.browser import Browser, browser
+from tests.end_to_end.conftest import Text
+from tests.support.browser import Browser
 from tests.support.logs import EVIL, log
 
 pytestmark = pytest.mark.full_tier  # two tests of it belong to the second tier
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 def page_of(path: pathlib.Path, *options: object) -> pathlib.Path:
@@ -42,11 +36,6 @@ def show(chromium: Browser, page: pathlib.Path) -> None:
     )
 
 
-def text(chromium: Browser, selector: str) -> str:
-    found: str = chromium.run(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
-    return found
-
-
 def is_quiet(chromium: Browser, page: pathlib.Path) -> None:
     """No complaint, no request but the file, no script but the page's own."""
     assert chromium.problems() == []
@@ -64,14 +53,14 @@ def shown(chromium: Browser, tmp_path: pathlib.Path) -> Browser:
 
 
 @pytest.mark.second_tier
-def test_the_page_begins_with_the_verdict_and_what_to_do(shown: Browser) -> None:
-    said = text(shown, "#verdict")
+def test_the_page_begins_with_the_verdict_and_what_to_do(text: Text, shown: Browser) -> None:
+    said = text("#verdict")
     assert said.startswith("Step 150 on rank 1: the output of blocks.3.a jumped to ")
-    assert "What to do: Run the step again from a checkpoint." in text(shown, "#head")
-    assert "activation_max of blocks.3.a" in text(shown, "#head .evidence")
-    assert "Step 198 on rank 1: an element of the output of blocks.0.a became infinite or NaN" in text(shown, "#head")
+    assert "What to do: Run the step again from a checkpoint." in text("#head")
+    assert "activation_max of blocks.3.a" in text("#head .evidence")
+    assert "Step 198 on rank 1: an element of the output of blocks.0.a became infinite or NaN" in text("#head")
     assert shown.run("[...document.querySelectorAll('.tile h2')].map((each) => each.textContent)")[0] == "Last loss"
-    assert "Restart number 1." in text(shown, "#events")
+    assert "Restart number 1." in text("#events")
 
 
 def test_every_chart_is_drawn(shown: Browser) -> None:
@@ -92,10 +81,10 @@ def test_every_chart_is_drawn(shown: Browser) -> None:
     assert shown.run("document.querySelectorAll('#norms .not-finite').length") == 1, "the norm that was NaN"
 
 
-def test_a_chart_says_its_numbers_and_all_cursors_follow(shown: Browser) -> None:
+def test_a_chart_says_its_numbers_and_all_cursors_follow(text: Text, shown: Browser) -> None:
     shown.point_at("#norms .chart svg", 0.5)
-    assert "step " in text(shown, "#hint")
-    assert "mean of the ranks" in text(shown, "#hint")
+    assert "step " in text("#hint")
+    assert "mean of the ranks" in text("#hint")
     assert shown.run("document.querySelectorAll('.chart .cross[visibility=visible]').length") == 7
 
 
@@ -134,10 +123,10 @@ def test_dragging_zooms_all_charts_and_a_button_goes_back(shown: Browser) -> Non
     assert seen_steps(shown) == [130, 170], "a step in the table of what happened is looked at"
 
 
-def test_the_heat_map_says_layer_step_and_number(shown: Browser) -> None:
+def test_the_heat_map_says_layer_step_and_number(text: Text, shown: Browser) -> None:
     shown.point_at("#heat canvas", 0.3, 0.5 / 24)
-    assert "blocks.0.a.weight" in text(shown, "#hint")
-    assert "about " in text(shown, "#hint")
+    assert "blocks.0.a.weight" in text("#hint")
+    assert "about " in text("#hint")
     labels = shown.run("[...document.querySelectorAll('#statistic label')].map((each) => each.textContent)")
     assert labels == [
         "Gradient norm",
@@ -159,8 +148,8 @@ def test_the_heat_map_says_layer_step_and_number(shown: Browser) -> None:
     shown.click("#statistic label:nth-of-type(1)")
     shown.run("new Promise((resolve) => setTimeout(resolve, 50))")
     shown.point_at("#heat canvas", 198.5 / 200, 0.5 / 24)
-    assert "not finite" in text(shown, "#hint")
-    assert "infinite or NaN" in text(shown, "#scale")
+    assert "not finite" in text("#hint")
+    assert "infinite or NaN" in text("#scale")
     assert shown.run("document.querySelectorAll('.heat-mark').length") == 2
 
 
@@ -181,13 +170,13 @@ def test_labels_of_rows_are_distinct(chromium: Browser, tmp_path: pathlib.Path) 
     assert all(name.startswith(label) for label, name in rows)
 
 
-def test_a_layer_is_searched_and_its_curve_shown(shown: Browser) -> None:
+def test_a_layer_is_searched_and_its_curve_shown(text: Text, shown: Browser) -> None:
     shown.click("#layer")
     shown.type("blocks.3")
     shown.run("new Promise((resolve) => setTimeout(resolve, 50))")
     assert shown.run("document.querySelectorAll('.row-name').length") == 4
     shown.click(".row-name")
-    assert text(shown, "#row .chart b") == "Gradient norm of blocks.3.a.weight"
+    assert text("#row .chart b") == "Gradient norm of blocks.3.a.weight"
 
 
 def test_the_keyboard_moves_through_the_heat_map(shown: Browser) -> None:
@@ -204,16 +193,18 @@ def test_the_keyboard_moves_through_the_heat_map(shown: Browser) -> None:
     assert seen_steps(shown) == [0, 199]
 
 
-def test_two_runs_are_compared(chromium: Browser, tmp_path: pathlib.Path) -> None:
+def test_two_runs_are_compared(text: Text, chromium: Browser, tmp_path: pathlib.Path) -> None:
     one, other = log(tmp_path / "one.jsonl", 60, 8), log(tmp_path / "other.jsonl", 60, 8, ranks=4)
     page = page_of(one, "--compare", other)
     show(chromium, page)
     is_quiet(chromium, page)
     assert chromium.run("document.querySelectorAll('.chart .line[stroke-dasharray]').length") == 7
-    assert "the other run" in text(chromium, "#about")
+    assert "the other run" in text("#about")
 
 
-def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, tmp_path: pathlib.Path) -> None:
+def test_what_was_predicted_stands_beside_what_was_measured(
+    text: Text, chromium: Browser, tmp_path: pathlib.Path
+) -> None:
     """A real plan, explained and then run; the prediction is to the byte."""
     import torch
     from torch import nn
@@ -242,9 +233,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, t
     page = page_of(file)
     show(chromium, page)
     is_quiet(chromium, page)
-    measured, predicted = (
-        text(chromium, "#saved .wide tr td:nth-of-type(2)").removesuffix(" were predicted").split(", and ")
-    )
+    measured, predicted = text("#saved .wide tr td:nth-of-type(2)").removesuffix(" were predicted").split(", and ")
     assert measured == predicted != "0 B"
     titles = chromium.run("[...document.querySelectorAll('#saved .chart b')].map((each) => each.textContent)")
     assert titles == ["Saved tensors moved in a step", "Saved tensors held at most, by place"]
@@ -272,14 +261,14 @@ def test_what_was_predicted_stands_beside_what_was_measured(chromium: Browser, t
     ids=["script", "quotes", "10,000 layers", "one step"],
 )
 def test_names_that_mean_harm_do_none(
-    steps: int, layers: int, evil: str, chromium: Browser, tmp_path: pathlib.Path
+    text: Text, steps: int, layers: int, evil: str, chromium: Browser, tmp_path: pathlib.Path
 ) -> None:
     page = page_of(log(tmp_path / "run.jsonl", steps, layers, evil=evil))
     show(chromium, page)
     is_quiet(chromium, page)
     if evil:
         assert f"blocks.0.a{evil}.weight" in chromium.run("document.querySelector('.row-name').title")
-        assert evil in text(chromium, "#about")
+        assert evil in text("#about")
 
 
 @pytest.mark.parametrize(
@@ -294,13 +283,15 @@ def test_names_that_mean_harm_do_none(
     ],
     ids=["empty", "NaN everywhere", "zeros", "wrong kinds", "wrong columns", "an old log"],
 )
-def test_logs_that_are_no_logs_do_no_harm(lines: list[Any], chromium: Browser, tmp_path: pathlib.Path) -> None:
+def test_logs_that_are_no_logs_do_no_harm(
+    text: Text, lines: list[Any], chromium: Browser, tmp_path: pathlib.Path
+) -> None:
     file = tmp_path / "run.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = page_of(file)
     show(chromium, page)
     is_quiet(chromium, page)
-    assert text(chromium, "h1").endswith("run.jsonl")
+    assert text("h1").endswith("run.jsonl")
 
 
 def test_the_page_of_a_large_run_is_small(chromium: Browser, tmp_path: pathlib.Path) -> None:

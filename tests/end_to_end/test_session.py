@@ -164,13 +164,14 @@ def test_two_optimizers_of_one_model_step_together(start: Starts, tmp_path: path
     assert [line["skipped"] for line in logged] == [0, 1]
 
 
-def test_a_pattern_that_matches_in_no_model(start: Starts) -> None:
+@pytest.mark.parametrize("names", [["left"], ["left", "right"]])
+def test_a_pattern_that_matches_in_no_model(start: Starts, names: list[str]) -> None:
     start()
-    one, two = Net("left"), Net("right")
-    both = sgd(one), sgd(two)
-    step(one, both[0])
+    pairs = [(model, sgd(model)) for model in map(Net, names)]
+    for model, optimizer in pairs[:-1]:
+        step(model, optimizer)
     with pytest.raises(MatchError, match="'body' matches no module"):
-        step(two, both[1])
+        step(*pairs[-1])
 
 
 SEVERAL = """
@@ -214,30 +215,25 @@ def test_what_is_told_of_several_models(start: Starts, capsys: pytest.CaptureFix
     assert "hooks.yaml:6: 'elsewhere' matches no module" in said
 
 
-def test_two_optimizers_of_one_model(start: Starts) -> None:
+class Ahead(torch.optim.Optimizer):
+    """An optimizer that has another one inside."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["two", "one inside another"])
+def test_however_many_optimizers_a_model_is_attached_to_once(start: Starts, several: bool) -> None:
     session = start()
     model = Net()
-    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body[0], model.body[2])]
-    step(model, *pair)
-    [told] = ended(session)
-    assert told["watched"]["parameters"] == 4
-    assert told["saved"]["calls"] == 1
-
-
-def test_an_optimizer_inside_another_is_not_one_of_its_own(start: Starts) -> None:
-    class Ahead(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(list(parameters), {})
-            self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.inner.step()
-
-    session = start()
-    model = Net()
-    step(model, Ahead(model.parameters()))
+    step(model, *[sgd(part) for part in (model.body[0], model.body[2])] if several else [Ahead(model.parameters())])
     [told] = ended(session)
     assert told["watched"] == {"steps": 1, "parameters": 4, "nonfinite": 0}
+    assert told["saved"]["calls"] == 1
 
 
 @pytest.mark.parametrize("how", ["prepare", "plan"])
@@ -349,13 +345,6 @@ def test_signatures_stay(start: Starts) -> None:
         assert (now.__name__, now.__doc__, now.__qualname__) == (before.__name__, before.__doc__, before.__qualname__)
         assert inspect.signature(now) == inspect.signature(before)
     assert type(waiting) is torch.optim.SGD
-
-
-def test_a_pattern_that_matches_nothing_in_the_only_model(start: Starts) -> None:
-    start()
-    model = Net("other")
-    with pytest.raises(MatchError, match="'body' matches no module"):
-        step(model, sgd(model))
 
 
 def test_a_step_with_a_closure_acts_in_the_first_one_too(start: Starts) -> None:
@@ -553,9 +542,16 @@ def test_before_an_accelerator_clips(start: Starts, tmp_path: pathlib.Path, limi
     assert "clip_grad_norm_" not in vars(accelerator)
 
 
-def _without_run(record: dict[str, Any]) -> dict[str, Any]:
-    """What was measured: each life of a script is a run of its own, at another time."""
-    return {name: value for name, value in record.items() if name not in ("run", "restart", "time", "about")}
+def goes_on(log: pathlib.Path, weights: list[list[torch.Tensor]]) -> list[dict[str, Any]]:
+    """A script of eight steps, and its second life from the fourth on: the same weights, records and clipping."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
+    # Each life of a script is a run of its own, at another time.
+    measured = [{k: v for k, v in line.items() if k not in ("run", "restart", "time", "about")} for line in lines]
+    assert measured[8:] == measured[4:8]
+    assert any(line["clip_ratio"] < 1 for line in lines[4:8])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    return lines
 
 
 ADAPTS = """
@@ -585,21 +581,15 @@ def _accelerated(folder: pathlib.Path, steps: range, resume: bool) -> list[torch
 
 
 def test_a_resumed_script_goes_on_with_its_rules_and_in_its_log(start: Starts, tmp_path: pathlib.Path) -> None:
-    found, log = [], tmp_path / "log.jsonl"
+    found = []
     for steps, resume in ((range(8), False), (range(4, 8), True)):
         session = start(ADAPTS)
         found.append(_accelerated(tmp_path / "state", steps, resume))
         assert session.finish(os.getpid())["attached"][0]["watched"]["steps"] == len(steps)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
-    assert [_without_run(line) for line in lines[8:]] == [_without_run(line) for line in lines[4:8]]
-    assert any(line["clip_ratio"] < 1 for line in lines[4:8])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    goes_on(tmp_path / "log.jsonl", found)
 
 
-def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(
-    start: Starts, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(start: Starts, tmp_path: pathlib.Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     class Regression(nn.Module):
@@ -627,11 +617,8 @@ def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(
         logs.append([entry["gradients/grad_norm"] for entry in trainer.state.log_history if "loss" in entry])
         session.finish(os.getpid())
         assert (tmp_path / "out" / "checkpoint-8" / "disthooks.pt").is_file()
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
-    assert [_without_run(line) for line in lines[8:]] == [_without_run(line) for line in lines[4:8]]
+    lines = goes_on(tmp_path / "log.jsonl", found)
     assert logs == [[line["grad_norm"] for line in lines[:8]]] * 2
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 LIT_ADAPTS = ADAPTS.replace("{kind: Norm}", "{kind: Norm}, {kind: MaxAbs}, {kind: Spread}")
@@ -676,11 +663,7 @@ def test_lightnings_trainer_under_a_session_goes_on_from_its_checkpoint(
             rows.append([row for row in csv.DictReader(file) if row.get("gradients/grad_norm")])
         metrics.append(sorted(name for name in trainer.callback_metrics if name.startswith("gradients/")))
     assert "begin anew" not in capsys.readouterr().err
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
-    assert [_without_run(line) for line in lines[8:]] == [_without_run(line) for line in lines[4:8]]
-    assert any(line["clip_ratio"] < 1 for line in lines[4:8])
-    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    lines = goes_on(tmp_path / "log.jsonl", weights)
     (name,) = [name for name in states[0] if name.startswith("WaitingCallback")]
     assert states[0][name]["optimizers"][0]["steps"] == 8
     assert repr(states[0][name]) == repr(states[1][name])
@@ -764,28 +747,21 @@ def test_what_is_attached_and_what_is_not_finite_is_said(start: Starts, capsys: 
     assert "watched 6 steps of 4 parameters, 5 of them with gradients that were NOT FINITE" in said
 
 
-def test_gradients_of_a_second_model_that_are_not_finite_are_said(
-    start: Starts, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("watch", ["blame: true", "watch: {every: 1, stats: [{kind: NonFinite}]}"])
+def test_what_is_not_finite_in_a_second_model_is_said(
+    start: Starts, watch: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = start("watch: {every: 1, stats: [{kind: NonFinite}]}")
+    session = start(watch)
     first, second = Net(), Net()
     optimizers = sgd(first), sgd(second)
     step(first, optimizers[0])
     with torch.no_grad():
-        second.body[0].weight[0, 0] = torch.nan
+        second.body[2].weight[0, 0] = torch.inf
     step(second, optimizers[1])
     ended(session)
-    assert "WARNING: step 0: gradients are not finite, of 4 parameters: " in capsys.readouterr().err
-
-
-def test_blame_alone(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
-    session = start("blame: true")
-    model = Net()
-    with torch.no_grad():
-        model.body[2].weight[0, 0] = torch.inf
-    step(model, sgd(model))
-    ended(session)
-    assert "forward 0: body.2 (Linear), call 0: its inputs were finite, its weights were not" in capsys.readouterr().err
+    blamed = "forward 0: body.2 (Linear), call 0: its inputs were finite, its weights were not"
+    bad = "WARNING: step 0: gradients are not finite, of 4 parameters: "
+    assert (blamed if watch == "blame: true" else bad) in capsys.readouterr().err
 
 
 def test_the_trackers_that_a_script_has_get_the_numbers(start: Starts) -> None:

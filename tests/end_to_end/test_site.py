@@ -15,7 +15,7 @@ import pytest
 
 import disthooks as dh
 from tests.support import ROOT
-from tests.support.browser import Browser, browser
+from tests.support.browser import Browser
 
 pytest.importorskip("furo")
 #: Pages of every kind: a table of contents, a guide, a drawing, long tables, docstrings, a lesson.
@@ -30,12 +30,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 def test_every_public_name_has_its_docstring_there(site: pathlib.Path) -> None:

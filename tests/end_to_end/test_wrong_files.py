@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -167,24 +166,3 @@ def test_a_file_that_is_not_there(folder: pathlib.Path, fork: Callable[..., Outc
         (folder / name).unlink(missing_ok=True)
     for outcome in fork():
         assert _error(*outcome).startswith("ConfigError: there is no configuration: give the path of one")
-
-
-@pytest.mark.full_tier
-def test_under_torchrun(folder: pathlib.Path) -> None:
-    names = ("a misspelt store", "a pattern without match", "a budget below the weights")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for name, (code, text) in zip(names, pool.map(lambda name: _torchrun(folder, name), names), strict=True):
-            assert code != 0
-            errors = re.findall(r"^(?:\[rank\d\]: )(disthooks\.errors\..*)", text, re.MULTILINE)
-            assert len(errors) == 2, text  # one each
-            for error in errors:
-                _check(error.removeprefix("disthooks.errors."), WRONG[name], str(folder / f"{name}/hooks.yaml"))
-
-
-def _torchrun(folder: pathlib.Path, name: str) -> tuple[int, str]:
-    (folder / name).mkdir()
-    file = _write(folder / name, WRONG[name])
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    call += [str(JOBS / "wrong_ranks.py"), file]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stderr
