@@ -60,11 +60,8 @@ def _accelerated(rank: int, stage: int) -> list[Any]:
     from accelerate.utils import InitProcessGroupKwargs
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "zero_allow_untested_optimizer": True,
-    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    config |= {"zero_allow_untested_optimizer": True}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     try:
         accelerator = Accelerator(

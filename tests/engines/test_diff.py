@@ -121,15 +121,12 @@ def test_runs_of_other_world_sizes_are_compared_by_gradients(ranks: Ranks, tmp_p
     assert differ(one, tmp_path / "again.jsonl")["same"]
 
 
-def test_what_cannot_be_compared(tmp_path: pathlib.Path) -> None:
+def test_it_says_so_and_the_exit_code_tells_scripts(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "plain.jsonl"
     file.write_text('{"step": 0, "loss": 1.0}\n')
     result = CliRunner().invoke(app, ["diff", str(file), str(file)])
     assert result.exit_code == 2
     assert "give stats.Fingerprints() to gradients" in result.stderr
-
-
-def test_it_says_so_and_the_exit_code_tells_scripts(tmp_path: pathlib.Path) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     _logged(0, "plain", str(one))
     _logged(0, "plain", str(other), ("output", 0))

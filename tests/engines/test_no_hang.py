@@ -76,7 +76,15 @@ def test_random_parameters_unused_on_random_ranks_for_500_steps(ranks: Ranks) ->
         assert close(state, dict(model.state_dict()), 1e-9)
 
 
-# --- a rank that fails
+# --- processes that are started by hand
+
+
+def _started(code: str, *words: str, world: int) -> list[subprocess.Popen[str]]:
+    """A process for each rank: its number, and ``words``."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([*command, str(rank), *words], **pipes) for rank in range(world)]  # type: ignore[call-overload]
+
 
 FAILS = """
 import datetime, sys, time, warnings
@@ -117,11 +125,7 @@ except ArithmeticError:
 )
 def test_a_rule_that_raises_on_one_rank_ends_the_others(how: str, engine: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", FAILS]
-        processes = [
-            subprocess.Popen([*command, str(rank), f"{folder}/store", how, engine], stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
+        processes = _started(FAILS, f"{folder}/store", how, engine, world=2)
         _, told = processes[0].communicate(timeout=300)
         processes[1].kill() if how == "stays" else None
         _, raised = processes[1].communicate(timeout=300)
@@ -160,11 +164,7 @@ print("all")
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_models_on_overlapping_groups(order: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-c", GROUPS]
-        processes = [
-            subprocess.Popen([*command, str(rank), f"{folder}/store", order], stdout=subprocess.PIPE, text=True)
-            for rank in range(3)
-        ]
+        processes = _started(GROUPS, f"{folder}/store", order, world=3)
         try:
             said = [process.communicate(timeout=200)[0].split() for process in processes]
         finally:

@@ -323,13 +323,3 @@ def test_callback_metrics_have_three_numbers_and_those_that_were_asked_for() -> 
         assert len(callback.latest) > 10
         for name in more:
             assert float(trainer.callback_metrics[name]) == callback.latest[name.removeprefix("gradients/")] > 0
-
-
-def test_a_monitor_saves_by_what_was_asked_for(tmp_path: pathlib.Path) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    best = ModelCheckpoint(tmp_path, monitor="gradients/grad_max_abs", every_n_train_steps=1)
-    callback = DisthooksCallback({"watch": {**NORMS, "stats": [{"kind": "MaxAbs"}]}}, monitor=["grad_max_abs"])
-    fit(Lit(), [callback, best], enable_checkpointing=True)
-    assert best.best_model_score is not None
-    assert best.best_model_score > 0

@@ -37,26 +37,16 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def config(rules: Any = (), save: Any = (LAYERS,), every: int = 1, sinks: Any = ()) -> dict[str, Any]:
-    return {
-        "save": list(save),
-        "watch": {"every": every, "stats": NORM, "rules": list(rules), "sinks": list(sinks)},
-    }
+    watch = {"every": every, "stats": NORM, "rules": list(rules), "sinks": list(sinks)}
+    return {"save": list(save), "watch": watch}
 
 
 def trainer(folder: Any, callbacks: Any, model: Any = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    defaults = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "max_grad_norm": 0.1,
-        "learning_rate": 1e-2,
-    }
+    defaults = {"use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 1}
+    defaults |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    defaults |= {"max_grad_norm": 0.1, "learning_rate": 1e-2}
     args = TrainingArguments(output_dir=str(folder), **{**defaults, **options})
     return Trainer(model=model or llama(), args=args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
 
@@ -202,11 +192,12 @@ def test_trained_twice_and_after_a_training_that_raised(tmp_path: pathlib.Path) 
     callback.remove()
 
 
-def test_without_clipping_and_with_an_epoch_at_a_time(tmp_path: pathlib.Path) -> None:
-    """With max_grad_norm=0 the Trainer measures all the same."""
-    callback = DisthooksCallback(config(save=()))
+def test_without_clipping_and_with_an_epoch_at_a_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With max_grad_norm=0 the Trainer measures all the same; the configuration is found by the precedence."""
+    (tmp_path / "hooks.yaml").write_text("watch: {every: 1, stats: [{kind: Norm}]}")
+    monkeypatch.setenv("DISTHOOKS_CONFIG", str(tmp_path / "hooks.yaml"))
     options = {"max_grad_norm": 0.0, "logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}
-    made = trainer(tmp_path, [callback], per_device_train_batch_size=16, **options)
+    made = trainer(tmp_path, [DisthooksCallback], per_device_train_batch_size=16, **options)
     made.train()
     assert len(logged(made)) == 2
     assert agree(logged(made))
@@ -229,14 +220,6 @@ def test_gradient_checkpointing(tmp_path: pathlib.Path, inside: bool) -> None:
     assert found[0] == found[1]
     assert agree(logged(made))
     assert (callback.saved.moved > 0, "checkpoint" in callback.saved.passed) == (not inside, inside)
-
-
-def test_found_by_the_precedence(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hooks.yaml").write_text("watch: {every: 1, stats: [{kind: Norm}]}")
-    monkeypatch.setenv("DISTHOOKS_CONFIG", str(tmp_path / "hooks.yaml"))
-    made = trainer(tmp_path, [DisthooksCallback], max_steps=1)
-    made.train()
-    assert agree(logged(made))
 
 
 def test_what_is_wrong_is_told_before_training(tmp_path: pathlib.Path) -> None:
@@ -347,22 +330,11 @@ def test_sft_trainer_with_lora(tmp_path: pathlib.Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
     texts = [" ".join(f"w{(i * j) % 61}" for j in range(24)) for i in range(16)]
     callback = DisthooksCallback(config(save=[{**LAYERS, "modules": "*.layers.?"}]))
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        max_steps=3,
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        max_grad_norm=0.1,
-        gradient_checkpointing=True,
-    )
+    options = {"use_cpu": True, "bf16": False, "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2}
+    options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": True}
     made = trl.SFTTrainer(
         model=llama(),
-        args=args,
+        args=trl.SFTConfig(output_dir=str(tmp_path), max_grad_norm=0.1, **options),
         processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_dict({"text": texts}),
         peft_config=peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
