@@ -1,12 +1,9 @@
-"""Laws 1, 2, 6, 8, 11 and 14 on FSDP1, whose flat parameters are gathered, split into views and freed."""
+"""Laws 11 and 14 on FSDP1: which elements of a flat parameter a rank has, and gradients before their reduction."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import pathlib
-import warnings
 from typing import Any
 
 import pytest
@@ -18,141 +15,10 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
-from disthooks.saved.pipeline import pipeline
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
-from tests.support.models import Block, Tiny, identical
 from tests.support.ranks.harness import Ranks
-from tests.support.ranks.proof import FEW, FEW_GOOD, GOOD, HOWS, alive_with_and_without, prove, run, trainer
 
 pytestmark = pytest.mark.dist
-
-
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-
-
-def _fsdp(
-    model: nn.Module, strategy: str = "FULL_SHARD", orig: bool = True, kinds: Any = None, **options: Any
-) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    warnings.filterwarnings("ignore", module="torch.distributed")  # of NO_SHARD, state dicts, ... to come
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=orig,
-        auto_wrap_policy=ModuleWrapPolicy(kinds or {Block}),
-        device_id=torch.device("cpu"),
-        **options,
-    )
-
-
-def _plain(rank: int, strategy: str, orig: bool, how: str, folder: str) -> dict:
-    engine = functools.partial(_fsdp, strategy=strategy, orig=orig)
-    return prove(Tiny, engine, trainer(rank, accumulate=True), how, folder)
-
-
-@pytest.mark.full_tier(how=("after", "wrappers"))
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_bit_identical(ranks: Ranks, strategy: str, orig: bool, how: str, tmp_path: pathlib.Path) -> None:
-    assert ranks(_plain, strategy, orig, how, str(tmp_path)) == [GOOD, GOOD]
-
-
-def _with_options(rank: int, name: str, orig: bool, how: str, folder: str) -> dict:
-    from torch.distributed.fsdp import MixedPrecision
-
-    options: dict[str, Any] = {}
-    if name == "mixed":
-        options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-    if name == "prefetch":
-        options = {"forward_prefetch": True, "limit_all_gathers": False}
-    train = trainer(rank, accumulate=True, autocast=name == "autocast")
-    engine = functools.partial(_fsdp, orig=orig, **options)
-    return prove(Tiny, engine, train, how, folder, plain=_half if name == "mixed" else Tiny, kinds=FEW)
-
-
-def _half() -> nn.Module:
-    return Tiny().bfloat16()
-
-
-@pytest.mark.full_tier(how=("after", "wrappers"))
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
-@pytest.mark.parametrize("name", ["mixed", "autocast", "prefetch"])
-def test_options_change_nothing(ranks: Ranks, name: str, orig: bool, how: str, tmp_path: pathlib.Path) -> None:
-    """CPUOffload is not among them: it pins memory and synchronizes streams, so it does not run without a GPU."""
-    assert ranks(_with_options, name, orig, how, str(tmp_path)) == [FEW_GOOD, FEW_GOOD]
-
-
-def _alive(rank: int, orig: bool, how: str, folder: str) -> list[tuple[int, int]]:
-    line = pipeline(dh.OnDisk(folder), at_least=0)
-    return alive_with_and_without(Tiny, functools.partial(_fsdp, orig=orig), how, line, rank)
-
-
-@pytest.mark.full_tier(how=("after", "wrappers"))
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
-def test_gathered_weights_are_freed_after_forward(ranks: Ranks, orig: bool, how: str, tmp_path: pathlib.Path) -> None:
-    for (gathered, left), with_hooks in ranks(_alive, orig, how, str(tmp_path)):
-        assert gathered > 100_000 > left == 0
-        assert with_hooks == (gathered, left)
-
-
-def _whole(rank: int, how: str, folder: str) -> dict:
-    return prove(Tiny, _fsdp, trainer(rank), how, folder, patterns="")
-
-
-@pytest.mark.parametrize("how", ["before", "after"])
-def test_the_whole_model_in_one_attachment(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
-    """The tied head's weight is the root's, which stays gathered from forward to backward."""
-    assert ranks(_whole, how, str(tmp_path)) == [GOOD, GOOD]
-
-
-def _checkpointed(rank: int, how: str, folder: str) -> tuple[bool, int, int, dict[str, int]]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
-    def engine(model: nn.Module) -> nn.Module:
-        model = _fsdp(model)
-        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))
-        return model
-
-    truth = run(Tiny, engine, trainer(rank), how, None).numbers
-    numbers, report = run(Tiny, engine, trainer(rank), how, pipeline(dh.OnDisk(folder), at_least=0))
-    return identical(numbers, truth), report.stored, report.held, report.passed
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_with_activation_checkpoints(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
-    """Around the checkpoint, the inputs of two blocks in two steps are stored; inside it, hooks step back."""
-    inputs = 2 * 2 * 4 * 32 * 64 * 4
-    expected = (0, 0, {"checkpoint": 8}) if how == "before" else (inputs, 0, {})
-    assert ranks(_checkpointed, how, str(tmp_path)) == [(True, *expected)] * 2
-
-
-def _consolidated(rank: int, orig: bool, folder: str) -> list[str]:
-    """FSDP's own full state, which a plain model loads and which loads back."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-    torch.manual_seed(1)
-    model = Tiny()
-    model.blocks[0] = dh.SaveWith(model.blocks[0], dh.OnDisk(folder), at_least=4096)
-    dh.save_activations(model, "blocks.1", dh.OnDisk(folder))
-    model = _fsdp(model, orig=orig)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = model.state_dict()
-        Tiny().load_state_dict(state)
-        model.load_state_dict(state)
-    return sorted(state)
-
-
-@pytest.mark.parametrize("orig", [True, False], ids=["original parameters", "flat parameters"])
-def test_a_consolidated_state_has_the_plain_names(ranks: Ranks, orig: bool, tmp_path: pathlib.Path) -> None:
-    assert ranks(_consolidated, orig, str(tmp_path)) == [sorted(Tiny().state_dict())] * 2
-
-
-# --- Gradients: which elements a rank has, and local ones
 
 
 MODES = ["fsdp1", "fsdp1flat"]

@@ -164,3 +164,32 @@ def _checkpointed(rank: int) -> dict[str, int]:
 
 def test_a_checkpointed_layer_used_twice_is_seen_once_a_backward(ranks: Ranks) -> None:
     assert ranks(_checkpointed) == [{"body.weight": 2, "body.bias": 2}] * 2
+
+
+# --- Four ranks: one dimension of a mesh, with nothing that says that the other one is tensor parallelism
+
+
+def _on_one_dimension(rank: int, names: str) -> float:
+    """Two independent copies (names "same"), or two stages of a pipeline ("stages"), each sharded over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    key = "layer" if names == "same" else f"layer{rank // 2}"
+    model = nn.Sequential()
+    model.add_module(key, nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)) * (10 if rank > 1 else 1)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], every=1) as watch:
+        model(x).square().sum().backward()
+        optimizer.step()
+    truth = next(model.parameters()).grad.full_tensor().norm()  # over this mesh["dp"]
+    return watch.latest["grad_norm"] / float(truth)
+
+
+@pytest.mark.parametrize("names", ["same", "stages"])
+def test_fsdp2_on_one_dimension_of_a_mesh(four: Ranks, names: str) -> None:
+    """Each pair's own norm, never a mix of the two."""
+    assert four(_on_one_dimension, names) == pytest.approx([1.0] * 4, rel=1e-4)

@@ -101,7 +101,7 @@ GOOD = {kind: tuple(FEW_GOOD[FEW[0]]) for kind in [*FEW, "cpu"]}
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_saved_tensors_in_a_group_of_one(alone: Ranks, engine: str, how: str, tmp_path: pathlib.Path) -> None:
     if engine == "fsdp1" and how == "after":
-        pytest.skip("test_fsdp1 has the patterns for what FSDP1 wraps")
+        pytest.skip("test_saved_fsdp has the patterns for what FSDP1 wraps")
     assert alone(_proven, engine, how, str(tmp_path)) == [GOOD]
 
 

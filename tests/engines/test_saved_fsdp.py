@@ -1,0 +1,189 @@
+"""Laws 1, 2, 6 and 8 on FSDP1, which gathers, splits and frees flat parameters, and on ``fully_shard``."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.saved.pipeline import pipeline
+from tests.support.models import Block, Tiny, identical
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import (
+    FEW,
+    FEW_GOOD,
+    FOUR,
+    GOOD,
+    HOWS,
+    KINDS,
+    alive_with_and_without,
+    prove,
+    run,
+    trainer,
+)
+
+pytestmark = pytest.mark.dist
+FSDP1 = ["fsdp1", "fsdp1flat"]
+
+
+def _fsdp1(model: nn.Module, flat: bool, option: str) -> nn.Module:
+    """Blocks in units of their own; ``option`` is a strategy, or says what else differs."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    warnings.filterwarnings("ignore", module="torch.distributed")  # of NO_SHARD, state dicts, ... to come
+    options: dict[str, Any] = {"sharding_strategy": getattr(ShardingStrategy, option, ShardingStrategy.FULL_SHARD)}
+    if option == "mixed":
+        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if option == "prefetch":
+        options |= {"forward_prefetch": True, "limit_all_gathers": False}
+    wrap = ModuleWrapPolicy({Block})
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, use_orig_params=not flat, auto_wrap_policy=wrap, device_id=cpu, **options)
+
+
+def _fsdp2(model: Any, option: str, shape: tuple[int, ...] = (2,)) -> nn.Module:
+    """Blocks in a sharded model, and for ``nested`` linear layers in sharded blocks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    names = ("replicate", "shard")[-len(shape) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if option == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    if option == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    reshard: bool | int = option != "keep"
+    blocks = list(model.blocks)
+    for block in blocks:
+        if option == "nested":
+            for linear in (block.qkv, block.out, block.mlp[0], block.mlp[2]):
+                fully_shard(linear, **options)
+        fully_shard(block, reshard_after_forward=2 if option == "part" else reshard, **options)
+    fully_shard(model, **options)
+    if option == "prefetch":
+        blocks[0].set_modules_to_forward_prefetch([blocks[1]])
+        blocks[1].set_modules_to_backward_prefetch([blocks[0]])
+    return model
+
+
+def _engine(model: nn.Module, engine: str, option: str = "", **more: Any) -> nn.Module:
+    return _fsdp2(model, option, **more) if engine == "fsdp2" else _fsdp1(model, engine == "fsdp1flat", option)
+
+
+def _half() -> nn.Module:
+    return Tiny().bfloat16()
+
+
+def _prove(rank: int, engine: str, option: str, how: str, folder: str, kinds: list[str], **more: Any) -> dict:
+    take = functools.partial(_engine, engine=engine, option=option, **more)
+    train = trainer(rank, accumulate=True, autocast=option == "autocast")
+    return prove(Tiny, take, train, how, folder, plain=_half if option == "mixed" else Tiny, kinds=kinds)
+
+
+@pytest.mark.full_tier(how=("after", "wrappers"))
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("engine", FSDP1)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_gradients_are_bit_identical(
+    ranks: Ranks, strategy: str, engine: str, how: str, tmp_path: pathlib.Path
+) -> None:
+    assert ranks(_prove, engine, strategy, how, str(tmp_path), KINDS) == [GOOD, GOOD]
+
+
+OPTIONS = [(engine, option) for engine in FSDP1 for option in ("mixed", "autocast", "prefetch")]
+OPTIONS += [("fsdp2", each) for each in ("nested", "keep", "part", "mixed", "autocast", "prefetch", "offload")]
+
+
+@pytest.mark.full_tier(engine=FSDP1, how=("after", "wrappers"))
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("engine", "option"), OPTIONS)
+def test_options_change_nothing(ranks: Ranks, engine: str, option: str, how: str, tmp_path: pathlib.Path) -> None:
+    """FSDP1's CPUOffload is not among them: it pins memory and synchronizes streams, so it needs a GPU."""
+    assert ranks(_prove, engine, option, how, str(tmp_path), FEW) == [FEW_GOOD, FEW_GOOD]
+
+
+def _hybrid(rank: int, how: str, folder: str) -> dict:
+    return _prove(rank, "fsdp2", "", how, folder, FEW, shape=(2, 2))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_hybrid_sharding(how: str, tmp_path: pathlib.Path) -> None:
+    assert FOUR(_hybrid, how, str(tmp_path)) == [FEW_GOOD] * 4
+
+
+def _alive(rank: int, engine: str, option: str, how: str, folder: str) -> list[tuple[int, int]]:
+    line = pipeline(dh.OnDisk(folder), at_least=0)
+    return alive_with_and_without(Tiny, functools.partial(_engine, engine=engine, option=option), how, line, rank)
+
+
+@pytest.mark.full_tier(engine=FSDP1, how=("after", "wrappers"))
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("engine", "option"), [*((each, "") for each in FSDP1), ("fsdp2", "nested"), ("fsdp2", "keep")]
+)
+def test_gathered_weights_are_freed_after_forward(
+    ranks: Ranks, engine: str, option: str, how: str, tmp_path: pathlib.Path
+) -> None:
+    for (gathered, left), with_hooks in ranks(_alive, engine, option, how, str(tmp_path)):
+        assert gathered > 100_000
+        assert left == (gathered if option == "keep" else 0)
+        assert with_hooks == (gathered, left)
+
+
+def _whole(rank: int, how: str, folder: str) -> dict:
+    return prove(Tiny, functools.partial(_engine, engine="fsdp1"), trainer(rank), how, folder, patterns="")
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_the_whole_model_in_one_attachment(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
+    """The tied head's weight is the root's, which stays gathered from forward to backward."""
+    assert ranks(_whole, how, str(tmp_path)) == [GOOD, GOOD]
+
+
+def _checkpointed(rank: int, how: str, folder: str) -> tuple[bool, int, int, dict[str, int]]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    def engine(model: nn.Module) -> nn.Module:
+        model = _engine(model, "fsdp1")
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))
+        return model
+
+    truth = run(Tiny, engine, trainer(rank), how, None).numbers
+    numbers, report = run(Tiny, engine, trainer(rank), how, pipeline(dh.OnDisk(folder), at_least=0))
+    return identical(numbers, truth), report.stored, report.held, report.passed
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_with_activation_checkpoints(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
+    """Around the checkpoint, the inputs of two blocks in two steps are stored; inside it, hooks step back."""
+    inputs = 2 * 2 * 4 * 32 * 64 * 4
+    expected = (0, 0, {"checkpoint": 8}) if how == "before" else (inputs, 0, {})
+    assert ranks(_checkpointed, how, str(tmp_path)) == [(True, *expected)] * 2
+
+
+def _consolidated(rank: int, engine: str, folder: str) -> list[str]:
+    """FSDP's own full state, which a plain model loads and which loads back."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    torch.manual_seed(1)
+    model: Any = Tiny()
+    model.blocks[0] = dh.SaveWith(model.blocks[0], dh.OnDisk(folder), at_least=4096)
+    dh.save_activations(model, "blocks.1", dh.OnDisk(folder))
+    model = _engine(model, engine)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+        Tiny().load_state_dict(state)
+        model.load_state_dict(state)
+    return sorted(state)
+
+
+@pytest.mark.parametrize("engine", FSDP1)
+def test_a_consolidated_state_has_the_plain_names(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
+    assert ranks(_consolidated, engine, str(tmp_path)) == [sorted(Tiny().state_dict())] * 2
