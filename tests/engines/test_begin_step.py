@@ -13,7 +13,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.grads.rules import Rule
 from disthooks.grads.rules.base import Work
-from tests.support.engines import close, gathered, is_fsdp1, loss_of, make, whole
+from tests.support.engines import close, grads_of, is_fsdp1, loss_of, make, whole
 from tests.support.ranks.harness import Ranks
 
 LR = 0.01
@@ -56,12 +56,6 @@ def _norm(grads: dict[str, torch.Tensor]) -> float:
     return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
 
 
-def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    if is_fsdp1(model):
-        return gathered(model)
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
 def _clipped(rank: int, engine: str) -> list[Any]:
     """Two attachments, a rule that must not act twice, and the loop's own clipping after it, in every step."""
     model = make(engine)
@@ -73,12 +67,12 @@ def _clipped(rank: int, engine: str) -> list[Any]:
     ):
         for step in range(3):
             backward(model, step, engine, rank)
-            true = _norm(_grads(model))
+            true = _norm(grads_of(model))
             watch.begin_step()
             if rank == 0 and "fsdp1" not in engine:  # it logs a metric, say; all ranks decide alike nonetheless
                 next(model.parameters()).sum().item()
             watch.begin_step()
-            halved, limit = _norm(_grads(model)), true / 8
+            halved, limit = _norm(grads_of(model)), true / 8
             seen = clip(model, limit)
             before = weights(model)
             optimizer.step()
@@ -106,13 +100,13 @@ def _never_made(rank: int, engine: str) -> list[Any]:
             backward(model, 2 * step, engine, rank)
             watch.begin_step()  # and no step
             backward(model, 2 * step + 1, engine, rank, to_none or ("fsdp1" in engine and not begins))
-            true = _norm(_grads(model))
+            true = _norm(grads_of(model))
             if begins:
                 watch.begin_step()
                 clip(model, math.inf)
             optimizer.step()
             watch.flush()
-            found.append(close([watch.latest["grad_norm"], _norm(_grads(model))], [true, true / 2], 1e-5))
+            found.append(close([watch.latest["grad_norm"], _norm(grads_of(model))], [true, true / 2], 1e-5))
         found.append(watch.steps)
     return found
 
@@ -126,7 +120,7 @@ def _left_out(rank: int, engine: str) -> list[Any]:
     with dh.gradients(model, optimizer, rules=rules, every=1) as watch:
         for step in range(3):
             backward(model, step, engine, rank)
-            true, before = _grads(model), weights(model)
+            true, before = grads_of(model), weights(model)
             watch.begin_step()
             frozen = engine != "fsdp1flat"
             rest = {name: grad for name, grad in true.items() if not (frozen and "embed" in name)}
@@ -134,7 +128,7 @@ def _left_out(rank: int, engine: str) -> list[Any]:
             optimizer.step()
             still = {name for name, after in weights(model).items() if torch.equal(before[name], after)}
             right = set(before) if step == 1 else {name for name in before if frozen and name.startswith("embed")}
-            found += [math.isclose(seen, _norm(rest), rel_tol=1e-4), still == right, close(_grads(model), true)]
+            found += [math.isclose(seen, _norm(rest), rel_tol=1e-4), still == right, close(grads_of(model), true)]
     return found
 
 
@@ -155,9 +149,9 @@ def _buckets(rank: int) -> list[bool]:
             if step == 1:
                 watch.begin_step()
                 continue
-            true = _norm(_grads(model))
+            true = _norm(grads_of(model))
             optimizer.step()
-            found.append(math.isclose(_norm(_grads(model)), true / 2, rel_tol=1e-5))
+            found.append(math.isclose(_norm(grads_of(model)), true / 2, rel_tol=1e-5))
     return found
 
 
@@ -175,11 +169,11 @@ def test_another_loss_between_does_not_begin_it_again() -> None:
         true = []
         for net, watch in zip(nets, watches, strict=True):
             backward(net, step, "plain", 0)
-            true.append(_norm(_grads(net)))
+            true.append(_norm(grads_of(net)))
             watch.begin_step()
         for optimizer in optimizers:
             optimizer.step()
-        assert [_norm(_grads(net)) for net in nets] == pytest.approx([norm / 2 for norm in true])
+        assert [_norm(grads_of(net)) for net in nets] == pytest.approx([norm / 2 for norm in true])
     assert [watch.steps for watch in watches] == [2, 2]
     for watch in watches:
         watch.remove()
@@ -190,12 +184,12 @@ def test_a_loop_that_puts_other_gradients_in_their_place() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], every=1) as watch:
         backward(model, 0, "plain", 0)
-        true = _norm(_grads(model))
+        true = _norm(grads_of(model))
         watch.begin_step()
         for parameter in model.parameters():
             parameter.grad = parameter.grad * 0.1
         optimizer.step()
-        assert _norm(_grads(model)) == pytest.approx(true / 20)
+        assert _norm(grads_of(model)) == pytest.approx(true / 20)
         assert watch.steps == 1
 
 
@@ -205,20 +199,20 @@ def test_a_closure_after_it_was_begun() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], every=1) as watch:
         backward(model, 0, "plain", 0)
-        true = _norm(_grads(model))
+        true = _norm(grads_of(model))
         watch.begin_step()
         optimizer.step(lambda: watch.begin_step())
-        assert (_norm(_grads(model)), watch.steps) == (pytest.approx(true / 2), 1)
+        assert (_norm(grads_of(model)), watch.steps) == (pytest.approx(true / 2), 1)
         backward(model, 1, "plain", 0)
         watch.begin_step()
         made = []
 
         def closure() -> None:
             backward(model, 2, "plain", 0, to_none=False)
-            made.append(_norm(_grads(model)))
+            made.append(_norm(grads_of(model)))
 
         optimizer.step(closure)
-        assert ([_norm(_grads(model))], watch.steps) == (pytest.approx([made[0] / 2]), 3)
+        assert ([_norm(grads_of(model))], watch.steps) == (pytest.approx([made[0] / 2]), 3)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -235,7 +229,7 @@ def test_under_a_grad_scaler(fused: bool) -> None:
             loss = loss_of(model, step, "plain") * (math.inf if step == 2 else 1.0)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            true, before = _norm(_grads(model)), weights(model)
+            true, before = _norm(grads_of(model)), weights(model)
             watch.begin_step(scaler)
             clip(model, 1.0)
             scaler.step(optimizer)
@@ -248,15 +242,3 @@ def test_under_a_grad_scaler(fused: bool) -> None:
             )
     assert (moved, norms) == ([True, False, False, True], [True] * 4)
     assert (scaler.get_scale(), watch.steps, hasattr(optimizer, "found_inf")) == (4.0, 4, False)
-
-
-def test_more_steps_are_logged_when_asked() -> None:
-    model = make("plain")
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    records: list[Any] = []
-    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[records.append], every=4) as watch:
-        watch.log_also(lambda step: step in (1, 6))
-        for step in range(8):
-            backward(model, step, "plain", 0)
-            optimizer.step()
-    assert [record["step"] for record in records] == [0, 1, 4, 6]

@@ -22,18 +22,8 @@ from tests.support.zero import loss_of as zero_loss
 pytestmark = pytest.mark.dist
 
 
-def _model(engine: str) -> nn.Module:
-    if engine != "fsdp1":
-        return make(engine)
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = make("plain")
-    model.mid = FullyShardedDataParallel(model.mid, use_orig_params=True, device_id=torch.device("cpu"))
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
 def _train(rank: int, engine: str, watched: bool, spoil: bool) -> tuple[list[torch.Tensor], Any]:
-    model = _model(engine)
+    model = make(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = dh.blame(model) if watched else None
     for step in range(3):
@@ -89,7 +79,7 @@ def _in_backward(rank: int, engine: str) -> Any:
         model, backward, step, of = made, made.backward, made.step, "mid.0"
         batches = [lambda i=i: zero_loss(made, i, rank).float() for i in range(2)]
     else:
-        model = _model(engine)
+        model = make(engine)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         backward, step, of = torch.Tensor.backward, optimizer.step, "mid.0"
         batches = [lambda i=i: model(data(i)).square().mean() for i in range(2)]

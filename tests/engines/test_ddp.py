@@ -34,41 +34,23 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 
 
-def _before(model: nn.Module, attach: Any) -> nn.Module:
-    attach(model)
-    return nn.parallel.DistributedDataParallel(model)
+WAYS = ["before", "inside", "part", "replicate", "later"]
 
 
-def _inside(model: nn.Module, attach: Any) -> nn.Module:
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    attach(wrapped.module)
-    return wrapped
-
-
-def _part(model: nn.Module, attach: Any) -> nn.Module:
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    attach(model[1])
-    return wrapped
-
-
-def _replicated(model: nn.Module, attach: Any, first: bool = True) -> nn.Module:
+def _wrapped(model: Any, attach: Any, way: str) -> nn.Module:
+    """The model that DDP, or torch's ``replicate``, takes before or after ``attach`` is given it or a part of it."""
     from torch.distributed._composable.replicate import replicate
 
-    if not first:
+    if way in ("before", "later"):
         attach(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        replicate(model)
-    if first:
-        attach(model)
-    return model
-
-
-def _replicated_later(model: nn.Module, attach: Any) -> nn.Module:
-    return _replicated(model, attach, first=False)
-
-
-WAYS = {"before": _before, "inside": _inside, "part": _part, "replicate": _replicated, "later": _replicated_later}
+    if way in ("replicate", "later"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replicate(model)
+    wrapped = model if way in ("replicate", "later") else nn.parallel.DistributedDataParallel(model)
+    if way not in ("before", "later"):
+        attach(model[1] if way == "part" else model)
+    return wrapped
 
 
 def _train(rank: int, way: str) -> str:
@@ -79,7 +61,7 @@ def _train(rank: int, way: str) -> str:
         attached.append(dh.gradients(to, optimizer, stats=[stats.Norm()]))
 
     try:
-        model = WAYS[way](model, attach)
+        model = _wrapped(model, attach, way)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     except AttachError as error:

@@ -11,37 +11,26 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from tests.support.engines import loss_of, make
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 
 
-def _wrapped(name: str) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if name == "fsdp1":
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    if name == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    return nn.parallel.DistributedDataParallel(model) if name == "ddp" else model
-
-
 def _train(rank: int, name: str, how: str) -> dict[str, Any]:
     """What is left of a model and of what was attached to it, once the script has dropped both."""
-    count, left = _trained(name, how)
+    count, left = _trained(rank, name, how)
     gc.collect()
     return {"calls": count, "left": [one() is not None for one in left]}
 
 
-def _trained(name: str, how: str) -> tuple[int, list[weakref.ref[Any]]]:
-    model = _wrapped(name)
+def _trained(rank: int, name: str, how: str) -> tuple[int, list[weakref.ref[Any]]]:
+    model = make(name)
     optimizer = torch.optim.Adam(model.parameters())
     calls = []
 
     def seen(grad: torch.Tensor) -> None:
-        calls.append(next(model.parameters()).shape)  # a closure over the model, as a user writes it
+        calls.append(model.training)  # a closure over the model, as a user writes it
 
     if how == "rule":
         hook: Any = dh.gradients(model, optimizer, rules=[dh.only("*", dh.ClipValue(-1.0, 1.0), at="local")])
@@ -49,9 +38,9 @@ def _trained(name: str, how: str) -> tuple[int, list[weakref.ref[Any]]]:
         hook = dh.on_gradient(model, "*", seen, at="local")
     left = [weakref.ref(hook), weakref.ref(model)]
     del hook
-    for _ in range(2):
+    for step in range(2):
         gc.collect()  # what nobody holds but the model must go on
-        model(torch.ones(2, 4)).sum().backward()
+        loss_of(model, step, name, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
     return len(calls), left
@@ -63,7 +52,7 @@ CASES = [("plain", "function"), *((name, how) for name in ("ddp", "fsdp1", "fsdp
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_dropped_model_is_freed_with_its_local_hooks(ranks: Ranks, name: str, how: str) -> None:
     for each in ranks(_train, name, how):
-        assert each["calls"] == (0 if how == "rule" else 8)  # four parameters, two steps, although nobody kept the hook
+        assert each["calls"] == (0 if how == "rule" else 16)  # eight parameters, two steps, and nobody kept the hook
         assert each["left"] == [False, False]
 
 

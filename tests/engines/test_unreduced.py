@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from tests.support.engines import flat, unsynced
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -34,50 +35,29 @@ def _batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 4)
 
 
-def _wrapped(engine: str) -> tuple[nn.Module, Any]:
-    """The model, and a context in which backward does not reduce."""
-    import contextlib
-
+def _wrapped(engine: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
-    from torch.distributed.fsdp import ShardingStrategy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     if engine == "ddp":
-        model: Any = nn.parallel.DistributedDataParallel(Small())
-        return model, model.no_sync
+        return nn.parallel.DistributedDataParallel(Small())
     if engine.startswith("fsdp1"):
-        strategy = ShardingStrategy.NO_SHARD if "no_shard" in engine else ShardingStrategy.FULL_SHARD
-        model = Fsdp(
-            Small(), sharding_strategy=strategy, use_orig_params="flat" not in engine, device_id=torch.device("cpu")
-        )
-        return model, model.no_sync
-    model = fully_shard(Small(), mesh=init_device_mesh("cpu", (2,)))
-
-    @contextlib.contextmanager
-    def apart() -> Any:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    return model, apart
+        return flat(Small(), engine, parts=())
+    return fully_shard(Small(), mesh=init_device_mesh("cpu", (2,)))
 
 
 def _refused(rank: int, engine: str) -> list[Any]:
-    model, apart = _wrapped(engine)
+    model = _wrapped(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     said: list[Any] = []
     with dh.gradients(model, optimizer, rules=[dh.ClipPercentile(window=5)], stats=[dh.stats.Norm()], every=1) as watch:
         for step in range(4):
             model.zero_grad()
             for micro in range(2):
-                alone = step == 2 or micro == 0
-                if alone:
-                    with apart():
-                        model(_batch(rank, 2 * step + micro)).backward()
-                else:
+                with unsynced(model, step == 2 or micro == 0):
                     model(_batch(rank, 2 * step + micro)).backward()
-                if engine != "fsdp1":  # FSDP1 clips by a method of its own
-                    clip_grad_norm_(model.parameters(), 1e9) if micro == 0 and engine == "ddp" else None
+                if micro == 0 and engine == "ddp":  # FSDP1 clips by a method of its own
+                    clip_grad_norm_(model.parameters(), 1e9)
             try:
                 optimizer.step()
                 said.append("stepped")
@@ -86,7 +66,7 @@ def _refused(rank: int, engine: str) -> list[Any]:
         return [said, watch.steps]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1 flat", "fsdp1 no_shard", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1flat", "fsdp1none", "fsdp2"])
 def test_every_rank_raises(ranks: Ranks, engine: str) -> None:
     truth = [["stepped", "stepped", True, "stepped"], 3]
     assert ranks(_refused, engine, timeout=120) == [truth] * 2
@@ -94,7 +74,7 @@ def test_every_rank_raises(ranks: Ranks, engine: str) -> None:
 
 def _local_sgd(rank: int) -> list[Any]:
     """accelerate's LocalSGD: ranks step by themselves, and average their weights now and then."""
-    model, apart = _wrapped("ddp")
+    model = _wrapped("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     true = []
     with (
@@ -112,7 +92,7 @@ def _local_sgd(rank: int) -> list[Any]:
                 true.append(float(model.module.row.weight.grad.norm()))
                 optimizer.step()
             else:
-                with apart():
+                with unsynced(model):
                     model(_batch(rank, step)).backward()
                     optimizer.step()
             watch.flush()
@@ -128,7 +108,7 @@ def test_statistics_leave_local_steps_out(ranks: Ranks) -> None:
 
 
 def _clipped(rank: int, engine: str) -> list[Any]:
-    model, _ = _wrapped(engine)
+    model = _wrapped(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], every=1) as watch:
         found = []
@@ -146,7 +126,7 @@ def _clipped(rank: int, engine: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1 flat", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1flat", "fsdp2"])
 def test_a_loop_that_clips_is_measured_before(ranks: Ranks, engine: str) -> None:
     assert ranks(_clipped, engine, timeout=120) == [[True] * 3] * 2
 
