@@ -491,19 +491,28 @@ def test_submodules_called_by_themselves_and_without_grad() -> None:
     assert only(found) == Blamed(0, 0, "one.first", "Linear", 1, False, True, "one.first")
 
 
+def _in_threads(replicas: list[nn.Module], batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of the replicas, whose forwards run in threads of their own."""
+    outputs = list[torch.Tensor]()
+    threads = [
+        threading.Thread(target=lambda run=run, x=x: outputs.append(run(x)))
+        for run, x in zip(replicas, batches, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outputs
+
+
 def test_replicas_in_threads() -> None:
     model = Net()
     with dh.blame(model) as found:
         replicas = replicate(model, 2)
-        batches = [torch.ones(4, 3), torch.full((4, 3), 1e38)]  # the second one overflows, and no input is bad
         with torch.no_grad():
-            replicas[0].one.first.weight.copy_(torch.full((3, 3), 1e38))
-            replicas[1].one.first.weight.copy_(torch.full((3, 3), 1e38))
-        threads = [threading.Thread(target=r, args=(b,)) for r, b in zip(replicas, batches, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            for replica in replicas:
+                replica.one.first.weight.fill_(1e38)
+        _in_threads(replicas, [torch.ones(4, 3), torch.full((4, 3), 1e38)])  # the second overflows; no input is bad
     one = only(found)
     assert (one.inputs_finite, one.weights_finite, one.forward) == (True, True, 0)
     assert one.kind in ("Linear", "Block")
@@ -512,17 +521,13 @@ def test_replicas_in_threads() -> None:
 
 def test_a_nan_of_backward_in_replicas() -> None:
     """Forward runs in threads, and backward in another one."""
-    model, outputs = rooted(), list[torch.Tensor]()
+    model = rooted()
     with dh.blame(model) as found:
-        for replica in replicate(model, 2):
-            if outputs:
-                with torch.no_grad():
-                    replica[0].weight.zero_()
-                    replica[0].bias.zero_()
-            thread = threading.Thread(target=lambda run=replica: outputs.append(run(torch.ones(4, 3))))
-            thread.start()
-            thread.join()
-        sum(outputs).sum().backward()
+        replicas = replicate(model, 2)
+        with torch.no_grad():
+            replicas[1][0].weight.zero_()
+            replicas[1][0].bias.zero_()
+        sum(_in_threads(replicas, [torch.ones(4, 3)] * 2)).sum().backward()
     assert only(found) == Blamed(0, 0, "1.0", "Root", only(found).call, True, True, "1.0", in_backward=True)
 
 
