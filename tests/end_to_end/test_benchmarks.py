@@ -268,14 +268,8 @@ def test_what_the_link_allows() -> None:
 
     nothing = {"step_ms": 500.0, "forward_ms": 170.0, "backward_ms": 330.0, "peak_bytes": 48e9, "ratio": 1.0}
     nothing |= {"exact": True}
-    ours = {
-        "step_ms": 1950.0,
-        "moved_bytes": 45e9,
-        "loaded_bytes": 45e9,
-        "peak_bytes": 4e9,
-        "ratio": 3.9,
-        "exact": True,
-    }
+    ours = {"step_ms": 1950.0, "moved_bytes": 45e9, "loaded_bytes": 45e9, "peak_bytes": 4e9, "ratio": 3.9}
+    ours |= {"exact": True}
     link = {"to_host": 50e9, "to_device": 50e9}
     rows = {"nothing": nothing, "disthooks OnCpu": ours}
     assert at_the_link(rows, link)["reached"] == {"limit_ms": 1800.0, "of_limit": 1.083}

@@ -252,11 +252,8 @@ def test_two_optimizers_and_a_spike_of_the_loss() -> None:
 def test_under_its_grad_scaler() -> None:
     """Accelerate allows float16 on GPUs alone; its scaler works here too. A step that overflows is never made."""
     with accelerator("one") as acc:
-        acc.scaler, acc.native_amp, acc.state._mixed_precision = (
-            torch.amp.GradScaler("cpu", init_scale=8.0),
-            True,
-            "fp16",
-        )
+        acc.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        acc.native_amp, acc.state._mixed_precision = True, "fp16"
         model, optimizer = _pair(acc)
         with integration.prepare(acc, model, optimizer, CONFIG) as prepared:
             for seed, scale in enumerate((10.0, math.inf, 10.0)):
@@ -352,11 +349,8 @@ def _unreadable(rank: int, folder: str) -> list[Any]:
                 first.sum().item()
             acc.clip_grad_norm_(rest, math.inf)
             optimizer.step()
-            return [
-                type(error.value).__name__,
-                math.isclose(_norm(model), true / 2, rel_tol=1e-5),
-                hooks.gradients.steps,
-            ]
+            is_half = math.isclose(_norm(model), true / 2, rel_tol=1e-5)
+            return [type(error.value).__name__, is_half, hooks.gradients.steps]
 
 
 def test_what_one_rank_does_leaves_none_waiting(ranks: Ranks, tmp_path: pathlib.Path) -> None:
