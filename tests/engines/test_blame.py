@@ -52,10 +52,7 @@ def _both(rank: int, engine: str) -> tuple[bool, str, list[Any], str, list[tuple
         gathered.append((len(rows), numbers.nbytes))
         return true(rows, numbers, **kwargs)
 
-    with (
-        mock.patch.object(dist, "all_gather", counted),
-        mock.patch.object(dist, "all_reduce", all_reduces(reduced)),
-    ):
+    with mock.patch.object(dist, "all_gather", counted), mock.patch.object(dist, "all_reduce", all_reduces(reduced)):
         everywhere = found.report(all_ranks=True)
     assert reduced == []
     entries = [(b.rank, b.forward, b.module, b.inputs_finite, b.weights_finite) for b in everywhere.found]

@@ -284,8 +284,7 @@ HALF = ["value", "norm", "norm inf", "only"]
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [(0, "bf16"), *((stage, dtype) for stage in (1, 2, 3) for dtype in HALVES)],
+    ("stage", "dtype"), [(0, "bf16"), *((stage, dtype) for stage in (1, 2, 3) for dtype in HALVES)]
 )
 def test_in_half_precision(ranks: Ranks, stage: int, dtype: str) -> None:
     assert ranks(_rules, stage, dtype, HALF, {}) == [[], []]

@@ -103,9 +103,10 @@ def test_two_optimizers(ranks: Ranks, engine: str) -> None:
     _equal(ranks(_two_on, engine), _two(0, "plain", 1 if engine == "tp" else 2, 0))
 
 
-def _two_on(rank: int, engine: str) -> list[Any]:
-    shares = 1 if engine == "tp" else 2
-    return _two(rank, engine, shares if engine != "tp" else 2, rank if engine != "tp" else 0)
+def _two_on(rank: int, engine: str, muon: bool = False) -> list[Any]:
+    """Tensor parallelism gives its ranks the same share of the batch."""
+    shares, share = {"tp": (2, 0), "hsdp": (4, rank), "tp+fsdp2": (4, rank // 2)}.get(engine, (2, rank))
+    return _two(rank, engine, shares, share, muon)
 
 
 def _at_different_times(rank: int, engine: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -198,12 +199,8 @@ def test_optimizers_that_step_inside_backward(ranks: Ranks, engine: str) -> None
 
 @pytest.mark.parametrize(("engine", "muon"), [("hsdp", False), ("tp+fsdp2", False), ("tp+fsdp2", True)])
 def test_two_optimizers_on_a_mesh(four: Ranks, engine: str, muon: bool) -> None:
-    found = four(_two_on_four, engine, muon)
+    found = four(_two_on, engine, muon)
     _equal(found, _two(0, "plain", 4 if engine == "hsdp" else 2, 0, muon), 1e-6 if muon else 1e-10)
-
-
-def _two_on_four(rank: int, engine: str, muon: bool) -> list[Any]:
-    return _two(rank, engine, 4, rank if engine == "hsdp" else rank // 2, muon)
 
 
 def _equal(found: list[list[Any]], truth: list[Any], tolerance: float = 1e-10) -> None:

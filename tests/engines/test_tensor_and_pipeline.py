@@ -294,12 +294,7 @@ def _whole_model() -> nn.Module:
 
 def _sequence_parallel_plan(model: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     plan = {
         "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

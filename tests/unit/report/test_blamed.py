@@ -206,9 +206,7 @@ def test_outputs_in_whatever_they_are_nested(made: Any) -> None:
 
 @pytest.mark.parametrize("place", [0, 64, 998])
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.complex64],
-    ids=str,
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.complex64], ids=str
 )
 def test_every_dtype_and_place(dtype: torch.dtype, place: int) -> None:
     tensor = torch.ones(999).to(dtype)
