@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from disthooks.errors import DisthooksError
 from tests.support import needs
 from tests.support.engines import Fork, close
 from tests.support.ranks.harness import Ranks
-from tests.support.zero import LR, Shared, engine_of, kept, loss_of, near, step, truth, weights_of
+from tests.support.zero import LR, engine_of, kept, loss_of, near, step, truth, weights_of
 
 pytestmark = [pytest.mark.dist, needs("deepspeed")]
 
@@ -51,46 +50,6 @@ def test_rules_act_before_deepspeed_measures_and_clips(ranks: Ranks, stage: int)
     for before, after, logged, moved, measured, norm in ranks(_boundaries, stage):
         assert (before, after, logged, moved) == (0, 1, True, True)
         assert stage == 0 or close(float(measured), norm, 1e-5)  # stage 0 in float32 keeps no norm
-
-
-def _accelerated(rank: int, stage: int) -> list[Any]:
-    import deepspeed
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import InitProcessGroupKwargs
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    config |= {"zero_allow_untested_optimizer": True}
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    try:
-        accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config, "zero_optimization": {"stage": stage}}),
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
-        )
-        torch.manual_seed(0)
-        model = Shared()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-        weights, steps = weights_of(model), []
-        with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], every=1) as watch:
-            for batch in (0, 1):
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, batch, rank).float())
-                    steps.append(watch.steps)
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        AcceleratorState._reset_state(True)
-        del os.environ["ACCELERATE_USE_DEEPSPEED"]
-    wanted, log = truth(weights, [dh.ClipNorm(1.0)])
-    moved = {name: (weights[name] - after) / LR for name, after in weights_of(model).items()}
-    return [steps, watch.steps, close(watch.latest, log, 1e-5), near(moved, wanted, 2e-5)]
-
-
-def test_the_step_inside_of_accelerates_backward(ranks: Ranks) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
-    assert ranks(_accelerated, 2, timeout=300) == [[[0, 1], 1, True, True]] * 2
 
 
 def _autocast(rank: int, stage: int) -> list[bool]:
