@@ -159,7 +159,17 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
     more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     more |= {"DS_ACCELERATOR": "cpu", "HF_HOME": str(folder / "home"), "USER": os.environ.get("USER", "somebody")}
     more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_MASTER_PORT": port}
+    more |= {"ROOT": str(ROOT), "PYTHON": sys.executable}
     return {key: value for key, value in os.environ.items() if key not in hidden} | more
+
+
+def _ran(folder: pathlib.Path, *command: str, given: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """What a command printed that must end well: a line for the shell, or the words of another program."""
+    call = [*command] if len(command) > 1 else ["bash", "-c", COMMANDS + command[0]]
+    env = _environment(folder) | more
+    done = subprocess.run(call, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 # -- the blocks
@@ -184,10 +194,8 @@ for page, line, text in json.load(sys.stdin):
 def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
     """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
     given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
-    env = _environment(folder) | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", RUNNER, page]
-    done = subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    _ran(folder, sys.executable, "-W", "ignore", "-c", RUNNER, page, given=given, **rank)
 
 
 @pytest.mark.parametrize("block", [block for page in PAGES for block in _run(page, "yaml", "json")], ids=_id)
@@ -236,10 +244,7 @@ SHELL = [
 def test_the_shell_runs(block: Block, line: str, folder: pathlib.Path) -> None:
     if "deepspeed" in line:
         pytest.importorskip("deepspeed")
-    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
-    script = COMMANDS + line + "\n"
-    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = _ran(folder, line)
     if "hooks.yaml" in line and "train.py" in line:
         assert re.search(r"disthooks: .*saved and moved|moved", done.stdout + done.stderr), "hooks were not attached"
 
@@ -250,10 +255,7 @@ def test_the_script_for_accelerate_starts_on_two_ranks(folder: pathlib.Path) -> 
     (folder / "train.py").write_text(_run(page, "python")[0].text)
     (said,) = (block.text for block in BLOCKS if block.page == page and block.language == "text")
     first, _ = _run(page, "sh")[0].text.splitlines()
-    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
-    call = ["bash", "-c", COMMANDS + first]
-    done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stderr
+    done = _ran(folder, first)
     assert done.stderr.count(said) == 1, "on one rank"
     lines = [json.loads(line) for line in (folder / "runs" / "gradients.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines[1:]] == list(range(10)), "after the line that the folder has"
@@ -273,7 +275,6 @@ def _told(text: str) -> list[str]:
 @pytest.mark.dist
 def test_readme_shows_what_comes(folder: pathlib.Path) -> None:
     """Its blocks run one after another in one folder, as somebody would copy them; each output is the one below it."""
-    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
     (folder / "train.py").write_text(TRAIN.replace("range(2)", "range(60)").replace("# a bad sample", BAD_SAMPLE))
     (folder / "runs" / "gradients.jsonl").unlink()
     shown = 0
@@ -283,10 +284,8 @@ def test_readme_shows_what_comes(folder: pathlib.Path) -> None:
             (folder / block.text.partition("\n")[0].removeprefix("# ")).write_text(block.text)
         if block.why_not or block.language not in ("python", "sh"):
             continue
-        shell, python = ["bash", "-c", COMMANDS + block.text], [sys.executable, "-W", "ignore", "-c", block.text]
-        call = python if block.language == "python" else shell
-        done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
-        assert done.returncode == 0, done.stdout + done.stderr
+        python = [sys.executable, "-W", "ignore", "-c", block.text]
+        done = _ran(folder, *(python if block.language == "python" else [block.text]))
         if following.language != "text":
             continue
         came = _told(done.stdout) + _told(done.stderr)
@@ -342,21 +341,15 @@ def test_the_guide_for_one_wrong_rank_names_it(fault: str, says: str, folder: pa
     (folder / "hooks.yaml").write_text(_run(page, "yaml")[0].text)
     (folder / "train.py").write_text(WRONG_RANK.replace("FAULT", fault))
     (folder / "runs" / "gradients.jsonl").unlink()
-    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
     for block in _run(page, "sh"):
-        script = COMMANDS + block.text
-        done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = _ran(folder, block.text)
     assert re.search(says, done.stdout), done.stdout
 
 
 def test_the_guide_for_a_run_that_diverged_shows_what_comes(folder: pathlib.Path) -> None:
     page = "docs/guides/diverged.md"
     (folder / "runs" / "gradients.jsonl").unlink()
-    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
-    calls = [[sys.executable, "-c", _run(page, "python")[0].text], ["bash", "-c", COMMANDS + _run(page, "sh")[0].text]]
-    for call in calls:
-        done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, timeout=540)
-        assert done.returncode == 0, done.stdout + done.stderr
+    _ran(folder, sys.executable, "-c", _run(page, "python")[0].text)
+    done = _ran(folder, _run(page, "sh")[0].text)
     (shown,) = _run(page, "text")
     assert shown.text.strip() in done.stdout

@@ -63,7 +63,7 @@ def test_the_page_begins_with_the_verdict_and_what_to_do(text: Text, shown: Brow
     assert "Restart number 1." in text("#events")
 
 
-def test_every_chart_is_drawn(shown: Browser) -> None:
+def test_every_chart_is_drawn_and_says_its_numbers_and_all_cursors_follow(text: Text, shown: Browser) -> None:
     titles = shown.run("[...document.querySelectorAll('.chart b')].map((each) => each.textContent)")
     wanted = ["Loss", "Gradient norm", "Clip factor", "Update over weight", "Learning rate"]
     wanted += ["Gradient norm of each rank", "note"]
@@ -72,9 +72,6 @@ def test_every_chart_is_drawn(shown: Browser) -> None:
     assert min(lengths) > 100
     assert shown.run("document.querySelectorAll('.chart .mark').length") >= len(wanted)
     assert shown.run("document.querySelectorAll('#norms .not-finite').length") == 1, "the norm that was NaN"
-
-
-def test_a_chart_says_its_numbers_and_all_cursors_follow(text: Text, shown: Browser) -> None:
     shown.point_at("#norms .chart svg", 0.5)
     assert "step " in text("#hint")
     assert "mean of the ranks" in text("#hint")
