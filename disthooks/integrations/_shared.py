@@ -28,7 +28,7 @@ from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import attach
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
-from disthooks.saved.fit import Fitted, portable
+from disthooks.saved.fit import Fitted, of_any_rank
 
 
 def framework(module: str, wanted_by: str, install: str) -> Any:
@@ -96,7 +96,7 @@ def load_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None
     if file.exists():
         found = torch.load(file, map_location="cpu", weights_only=True)
         is_own = file == mine and found["ranks"] == len(world_ranks())
-        fitted.load_state_dict(found["fit"] if is_own else portable(found["fit"]))
+        fitted.load_state_dict(found["fit"] if is_own else of_any_rank(found["fit"]))
 
 
 def _fit_file(folder: str | os.PathLike[str], i: int, rank: int | None = None) -> pathlib.Path:

@@ -27,6 +27,8 @@ from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, meaning, portable, scalars
+from disthooks.integrations._shared import fitted_of
+from disthooks.saved.fit import of_any_rank
 from disthooks.saved.report import SavedReport
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -133,14 +135,13 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self._detach(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of adaptive rules and the number of steps; the same on every rank."""
-        watch = self._watch()
-        return dict(self._state) if watch is None else watch.state_dict()
+        """The state of adaptive rules, and the number of steps; and what ``fit`` has learnt, on this rank."""
+        return dict(self._state) if self.prepared is None else self.prepared.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a checkpoint. Lightning calls this before or after attaching, depending on the strategy."""
         self._loaded = state_dict
-        if self._watch() is not None:
+        if self.prepared is not None:
             self._go_on(state_dict)
 
     def _watch(self) -> Gradients | None:
@@ -182,9 +183,12 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         return plan
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        watch, self._loaded = self._watch(), {}
-        if state and watch is not None:
-            watch.load_state_dict(state)
+        watch, fitted, self._loaded = self._watch(), fitted_of(self.prepared), {}
+        watched = {key: value for key, value in state.items() if key != "fit"}
+        if watched and watch is not None:
+            watch.load_state_dict(watched)
+        if fitted is not None and "fit" in state:
+            fitted.load_state_dict(of_any_rank(state["fit"]))  # Lightning writes the state of the first rank
 
     def _log(self, trainer: Any, watch: Gradients) -> None:
         if watch.latest is self.latest or not watch.latest:
@@ -197,8 +201,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         if prepared is None:
             return
         try:
+            self._state = prepared.state_dict()
             if watch is not None:
-                self._state = watch.state_dict()
                 watch.flush()
                 self._log(trainer, watch)
             if prepared.saving is not None:

@@ -493,10 +493,10 @@ def fit(
     return fitted
 
 
-def portable(state: Mapping[str, Any]) -> dict[str, Any]:
+def of_any_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a state of :class:`Fitted` that holds on another rank, and with another number of ranks.
 
-    >>> portable({"needs": {(8, True): {64: (32, 0)}}, "least": {}, "again": {}, "layers": {"0": True}})
+    >>> of_any_rank({"needs": {(8, True): {64: (32, 0)}}, "least": {}, "again": {}, "layers": {"0": True}})
     {'needs': {}, 'least': {}, 'again': {}, 'layers': {'0': True}}
     """
     return {**state, "needs": {}, "least": {}}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks import memory
 from disthooks.errors import AttachError, ConfigError, UsageError
 from disthooks.saved.module_class import site_of
 from tests.support.ranks.harness import Ranks
@@ -323,3 +324,30 @@ def test_callback_metrics_have_three_numbers_and_those_that_were_asked_for() -> 
         assert len(callback.latest) > 10
         for name in more:
             assert float(trainer.callback_metrics[name]) == callback.latest[name.removeprefix("gradients/")] > 0
+
+
+def _fitted(rank: int, folder: str) -> tuple[Any, Any]:
+    """What ``fit`` has learnt in a run, by its checkpoint; and what the next run begins with."""
+    store = {"kind": "OnDisk", "directory": folder}
+    config = {"fit": True, "budget": "8 GiB", "save": [{"modules": "net.*", "at_least": 0, "store": store}]}
+    options = {"devices": 2, "strategy": "ddp", "max_steps": 3}
+    path = pathlib.Path(folder, "half.ckpt")
+    fit(Lit(), [DisthooksCallback(config)], **options).save_checkpoint(path)
+    rest, begun = DisthooksCallback(config), []
+
+    class Begins(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            begun.append(rest.prepared.saving.fitted.state_dict())
+
+    fit(Lit(), [rest, Begins()], ckpt_path=path, **(options | {"max_steps": 4}))
+    (saved,) = torch.load(path, weights_only=False)["callbacks"].values()
+    return saved["fit"], begun[0]
+
+
+@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
+def test_what_fit_has_learnt_goes_with_checkpoints(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    """The first rank's part that holds on every rank."""
+    for saved, begun in ranks(_fitted, str(tmp_path), timeout=300):
+        assert saved["needs"]
+        assert begun["again"] == saved["again"] != {}
+        assert begun["needs"] == {}
