@@ -22,8 +22,8 @@
 #   round of a size, what the step needs anyway is taken from the next larger size that is known, or from the largest
 #   one; see `nearest_size`. A round is expected to become as large as those that began with the same size. If it
 #   becomes larger, the limit shrinks within it.
-# - Two models on one device (a GAN) have a budget each, of the same memory. What the other one may keep now, and could
-#   not when a round was measured, counts as needed.
+# - Two models on one device (a GAN) have a budget each, of the same memory. What the other one keeps lies there when a
+#   round starts, or is a part of what the round needs. Each reads its peak before another one resets it.
 # - What the model computes again is decided with the same limit; see [Note: what is computed again].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
@@ -120,7 +120,6 @@ class _Round:
         expected: how many they may have in the end.
         is_first: whether no backward has added to gradients since an optimizer's step.
         begin: bytes in use when it started.
-        others: bytes that other attachments could keep on the device when it started.
         before: what the attachments had done with saved tensors before.
         started: when it started: by the host's clock, and by the computation's.
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
@@ -134,7 +133,6 @@ class _Round:
     expected: int
     is_first: bool
     begin: int
-    others: int
     before: SavedReport
     started: tuple[float, Moment | None]
     forward_end: Moment | None = None
@@ -183,10 +181,9 @@ class Fitted(Attachment):
         self._near = cast(OnDevice, tiers[0].stores[0]).budget
         self._near.set_limit(0)
         self._memory = _Memory(device)
-        # What a round needed beside saved tensors and what lay there before, and what other attachments could keep
-        # then: by its size and whether it was the first after a step, and by the bytes that it stored, which are
-        # negative if it had no backward.
-        self._needs: dict[tuple[int, bool], dict[int, tuple[int, int]]] = {}
+        # What a round needed beside saved tensors and what lay there before: by its size and whether it was the first
+        # after a step, and by the bytes that it stored, which are negative if it had no backward.
+        self._needs: dict[tuple[int, bool], dict[int, int]] = {}
         self._totals: dict[int, int] = {}  # by the size of a round's first forward: the most that a round had
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
@@ -244,9 +241,9 @@ class Fitted(Attachment):
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Go on with the round, or learn from it and start another one; an evaluation only ends it."""
-        for each in self._others():
-            each._read_peak()  # before it is reset
-        self._read_peak()
+        for each in _at_work:  # two models may be on one device, and the peak is about to be reset
+            if each._device == self._device:
+                each._read_peak()
         if not torch.is_grad_enabled():
             if self._round is not None:
                 self._round.is_over = self._round.has_stepped
@@ -277,11 +274,11 @@ class Fitted(Attachment):
         """Start a round whose first forward has inputs of this size."""
         last = self._round
         is_first = last is None or last.has_stepped or (last.is_first and not last.has_backward(saved))
-        expected, others = max(size, self._totals.get(size, 0)), sum(each._near.limit or 0 for each in self._others())
+        expected = max(size, self._totals.get(size, 0))
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
         self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
         started = time.perf_counter(), self._watch.now()
-        self._round = _Round(size, size, expected, is_first, self._memory.in_use(), others, saved, started)
+        self._round = _Round(size, size, expected, is_first, self._memory.in_use(), saved, started)
         for tiers in self._tiers:
             tiers.most.clear()
         self._allow(self._round, saved)
@@ -295,10 +292,6 @@ class Fitted(Attachment):
         self._near.set_limit(limit)
         if self._again.choose(size, limit, self._rates(size, saved), is_going_on):
             self._near.set_limit(limit // 2)
-
-    def _others(self) -> list[Fitted]:
-        """The other attachments with a budget of the same device, in this process."""
-        return [each for each in _at_work if each is not self and each._device == self._device]
 
     def _after_forward(self, *_: Any) -> None:
         """Leave the model as its user made it, also after an error in forward."""
@@ -397,7 +390,7 @@ class Fitted(Attachment):
         if peak > self._budget * (1 - _MARGIN):
             self._least[which] = max(needed, self._least.get(which, 0))
         needs.pop(stored, None)  # the newest one is the last of the dict
-        needs[stored] = needed, last.others
+        needs[stored] = needed
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
 
@@ -416,9 +409,7 @@ class Fitted(Attachment):
         if not sizes:
             return math.inf
         like, growth = nearest_size(round_.expected, sizes)
-        needs = self._needs[like, is_first].values()
-        most = max(needed + max(0, round_.others - others) for needed, others in needs)
-        return max(most, self._least.get((like, is_first), 0)) * growth
+        return max(*self._needs[like, is_first].values(), self._least.get((like, is_first), 0)) * growth
 
 
 _at_work: weakref.WeakSet[Fitted] = weakref.WeakSet()
@@ -496,7 +487,7 @@ def fit(
 def of_any_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a state of :class:`Fitted` that holds on another rank, and with another number of ranks.
 
-    >>> of_any_rank({"needs": {(8, True): {64: (32, 0)}}, "least": {}, "again": {}, "layers": {"0": True}})
+    >>> of_any_rank({"needs": {(8, True): {64: 32}}, "least": {}, "again": {}, "layers": {"0": True}})
     {'needs': {}, 'least': {}, 'again': {}, 'layers': {'0': True}}
     """
     return {**state, "needs": {}, "least": {}}
