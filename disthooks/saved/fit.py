@@ -273,7 +273,7 @@ class Fitted(Attachment):
     def _start(self, size: int, saved: SavedReport) -> None:
         """Start a round whose first forward has inputs of this size."""
         last = self._round
-        is_first = last is None or last.has_stepped or (last.is_first and not last.has_backward(saved))
+        is_first = last is None or last.has_stepped
         expected = max(size, self._totals.get(size, 0))
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
         self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
@@ -285,7 +285,7 @@ class Fitted(Attachment):
         self._memory.reset_peak()
 
     def _allow(self, round_: _Round, saved: SavedReport, is_going_on: bool = False) -> None:
-        """Set the limit for a round, and what is computed again. Within a round the limit only shrinks."""
+        """Set the limit for a round, and what is computed again. Within a round a limit that was halved stays so."""
         size, last = round_.expected, self._near.limit or 0
         limit = self._limit(round_)
         limit = min(limit, last) if is_going_on else limit

@@ -504,10 +504,8 @@ def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device
 MORE = {"wrapped": (1.0, 1.5, 2.0, 2.5, 4.0), "branches in checkpoints": (1.1, 3.0), "llama": (1.0, 1.5, 2.5, 4.0)}
 
 
-@pytest.mark.parametrize("more", [1.0, 1.5])
-def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
-    more: float, device: torch.device, free: dict[str, Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def moving_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are measured, and what is made of them is fixed, so that the choice depends on no clock."""
     measured = Fitted._rates
 
@@ -517,6 +515,13 @@ def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
 
     monkeypatch.setattr(Fitted, "_rates", free_of_cost)
     monkeypatch.setattr("disthooks.saved.computed_again._WORTH", 0.0)
+
+
+@pytest.mark.usefixtures("moving_costs_nothing")
+@pytest.mark.parametrize("more", [1.0, 1.5])
+def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
+    more: float, device: torch.device, free: dict[str, Run]
+) -> None:
     budget, off, limits = int(more * max(without("wrapped", device, free).peaks)), [0], [0]
     plain = trained("wrapped", device, lambda model: contextlib.nullcontext(), 4 * STEPS)
     run = Run("wrapped", device)
@@ -532,6 +537,23 @@ def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
     assert fitted.report().saved.moved > 0
     weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
     assert all(torch.equal(*pair) for pair in zip(weights, plain.weights, strict=True))
+
+
+@pytest.mark.usefixtures("moving_costs_nothing")
+def test_two_forwards_of_a_step_have_the_same_checkpoints(device: torch.device, free: dict[str, Run]) -> None:
+    """The first one knows from the steps before that another one follows."""
+    budget, off = 2 * max(without("wrapped", device, free).peaks), []
+    run = Run("wrapped", device)
+    with dh.fit(run.model, budget) as fitted:
+        for _ in range(4 * STEPS):
+            losses = []
+            for answer in (run.x, run.x[:, :40]):
+                losses.append(run.model(answer).square().mean())
+                off.append(fitted.report().checkpoints_off)
+            run.optimizer.zero_grad()
+            sum(losses).backward()
+            run.optimizer.step()
+    assert off[-2:] == [12, 12]
 
 
 @pytest.mark.usefixtures("without_seconds")

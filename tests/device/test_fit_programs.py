@@ -103,12 +103,12 @@ def scored_with_gradients(run: Training) -> None:
 
 
 def in_turns(run: Training) -> None:
-    """Two models whose gradients add up, each over two batches, before both make a step."""
+    """Two models whose gradients add up over two batches, before both make a step; the losses need memory, too."""
     for optimizer in run.optimizers:
         optimizer.zero_grad()
     for i in range(2):
         for model in (run.model, run.other):
-            model(run.inputs + i).square().mean().backward()
+            model(run.inputs + i).repeat(96, 1, 1).square().mean().backward()
     for optimizer in run.optimizers:
         optimizer.step()
 
