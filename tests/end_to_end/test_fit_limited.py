@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import subprocess
@@ -16,14 +17,13 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
 
 SCRIPT = """
-import importlib, logging, pathlib, sys
+import json, pathlib, re, resource, sys, threading, time
 import torch
 from torch.nn.functional import log_softmax, logsigmoid
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import disthooks as dh
 
-at_most = importlib.import_module("20_keep_a_budget").at_most
-program, folder = sys.argv[1:]
+program, folder, limit, budget = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 text = torch.frombuffer(bytearray(pathlib.Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
 
 
@@ -77,34 +77,46 @@ def preferences(budget):
     return found
 
 
+def data():
+    return int(re.search(r"VmData:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+
+
+def watch_data():
+    while True:
+        most[0] = max(most[0], data())
+        time.sleep(0.002)
+
+
 dh.memory.release_promptly()
-train = {"trainer": trainer, "preferences": preferences}[program]
-free = train(None)
-dh.memory.reset_peak_resident()
-before = dh.memory.resident()
-assert train(None) == free
-room = (dh.memory.peak_resident() - before) * 7 // 10
-with at_most(room):
-    try:
-        train(None)
-        died = "no"
-    except RuntimeError as error:
-        died = str(error)
-    losses = train(dh.memory.resident() + room * 9 // 10)
-assert "can't allocate memory" in died, died
-assert losses == free, (losses, free)
-print("died without, the same losses with fit:", losses[-1])
+start, most = data(), [0]
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (start + limit, resource.RLIM_INFINITY))
+else:
+    threading.Thread(target=watch_data, daemon=True).start()
+losses = {"trainer": trainer, "preferences": preferences}[program](budget and dh.memory.resident() + budget)
+print(json.dumps({"losses": losses, "needs": most[0] - start}))
 """
+
+
+def _run(program: str, folder: pathlib.Path, limit: int = 0, budget: int = 0) -> subprocess.CompletedProcess[str]:
+    """Train in a process that may allocate ``limit`` bytes more than it has before the first step; 0 for any number."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    command = [sys.executable, str(script), program, str(folder), str(limit), str(budget)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.full_tier(program=("trainer",))
 @pytest.mark.parametrize("program", ["trainer", "preferences"])
 def test_a_training_that_dies_under_a_limit_finishes_with_fit(program: str, tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    command = [sys.executable, str(script), program, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "the same losses with fit" in done.stdout
+    free = _run(program, tmp_path)
+    assert free.returncode == 0, free.stderr
+    found = json.loads(free.stdout.splitlines()[-1])
+    limit, budget = (int(share * found["needs"]) for share in (0.75, 0.55))
+    died = _run(program, tmp_path, limit)
+    assert died.returncode != 0
+    assert "can't allocate memory" in died.stderr
+    fitted = _run(program, tmp_path, limit, budget)
+    assert fitted.returncode == 0, fitted.stderr
+    assert json.loads(fitted.stdout.splitlines()[-1])["losses"] == found["losses"]
