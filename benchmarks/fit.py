@@ -7,8 +7,8 @@ memory that its training adds to that of the process before the first step. With
 it trains without a budget, and under the same budgets: by the seconds that ``fit`` measures, and by bytes alone, as
 long as it knows no seconds. ``--throttle 200`` makes the disk as slow as that many MB/s, each way. Each way is a
 process of its own, because resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process
-the peaks of all steps and the median time of those after the sixteenth, when ``fit`` has found its limit and its
-mixture, are taken. The median of each way and its ratio to the training in memory are printed and written as JSON. All
+the peaks of all steps and the median time of those after the 28th, when ``fit`` has found its limit and has kept or
+given up its mixture, are taken. The median of each way and its ratio to the training in memory are printed and written as JSON. All
 ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
 """
 
@@ -36,7 +36,7 @@ from disthooks.saved.stores.scratch_file import ScratchFile
 
 MEMORY, DISK, CHECKPOINTS, BYTES = "in memory", "OnDisk", "checkpoints", "by bytes"
 SHARES = (0.9, 0.8, 0.7, 0.6)
-SETTLED = 16
+SETTLED = 28
 SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
 
 
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=SETTLED + 3)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on a real disk")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="the budgets, as parts of that memory")
     parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk, each way; 0 for as it is")
     parser.add_argument("--json", default=str(RESULTS / "fit-cpu.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -120,8 +121,8 @@ def main() -> None:
         return
     free = in_process(MEMORY, 0, args)
     before, most = free["before"], max(free["peaks"])
-    kept = {share: int(before + share * (most - before)) for share in SHARES}
-    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in SHARES}, DISK: 0, CHECKPOINTS: 0}
+    kept = {share: int(before + share * (most - before)) for share in args.shares}
+    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in args.shares}, DISK: 0, CHECKPOINTS: 0}
     for share, budget in kept.items():
         budgets |= {f"{CHECKPOINTS}, fit, {share:.0%}{rule}": budget for rule in ("", f", {BYTES}")}
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in budgets}
