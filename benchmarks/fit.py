@@ -8,8 +8,8 @@ it trains without a budget, and under the same budgets: by the seconds that ``fi
 long as it knows no seconds. ``--throttle 200`` makes the disk as slow as that many MB/s, each way. Each way is a
 process of its own, because resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process
 the peaks of all steps and the median time of those after the 28th, when ``fit`` has found its limit and has kept or
-given up its mixture, are taken. The median of each way and its ratio to the training in memory are printed and written as JSON. All
-ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
+given up its mixture, are taken. The median of each way and its ratio to the training in memory are printed and written
+as JSON. All ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
 """
 
 from __future__ import annotations

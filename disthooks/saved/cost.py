@@ -53,17 +53,15 @@ class Rates:
     Attributes:
         forward, backward: seconds that the step computes, without what it waits for.
         out, back: seconds that the link takes for a byte, each way.
-        busy: seconds that a moved byte keeps the computation from working although its copy is hidden.
         tensor: bytes of the largest tensor, whose copy is not hidden.
         room: bytes that the place has room for.
-        then: the place that the other bytes move to, beside the copies to this one; ``busy`` is that of both.
+        then: the place that the other bytes move to, beside the copies to this one.
     """
 
     forward: float
     backward: float
     out: float
     back: float
-    busy: float = 0.0
     tensor: float = 0.0
     room: float = math.inf
     then: Rates | None = None
@@ -74,11 +72,10 @@ class Rates:
         >>> Rates(forward=1.0, backward=2.0, out=0.5, back=0.5).moving(3)  # half a second of forward is not hidden
         0.5
         """
-        return 0.0 if nbytes <= 0 else self._waiting(nbytes) + nbytes * self.busy
-
-    def _waiting(self, nbytes: float) -> float:
+        if nbytes <= 0:
+            return 0.0
         here = nbytes if self.then is None else min(nbytes, self.room)
-        beyond = 0.0 if self.then is None else self.then._waiting(nbytes - here)
+        beyond = 0.0 if self.then is None else self.then.moving(nbytes - here)
         return sum(max(0.0, here * pace - seconds) for seconds, pace in self._hidden()) + beyond
 
     def corners(self) -> tuple[float, ...]:

@@ -192,7 +192,6 @@ class Fitted(Attachment):
         self._least: dict[tuple[int, bool], int] = {}
         self._watch = Stopwatch(device)
         self._again = ComputedAgain(self._watch)
-        self._busy = math.inf
         self._known: dict[str, bool] = {}  # of a state that was loaded: whether layers can do without their checkpoint
         self._has_warned = False
         for part in parts:
@@ -336,10 +335,6 @@ class Fitted(Attachment):
             self._watch.add(f"forward {last.size}", 1, begin, middle)
             self._watch.add(f"backward {last.size}", 1, middle, end)
         self._watch.read()
-        moved = saved.moved - last.before.moved
-        if moved and self._device.type == "cpu" and (rates := self._rates(last.size, saved)) is not None:
-            waits = replace(rates, busy=0.0).moving(moved)
-            self._busy = min(self._busy, max(0.0, packing + unpacking - waits) / moved)
         return time.perf_counter() - last.started[0]
 
     def _rates(self, size: int, saved: SavedReport) -> Rates | None:
@@ -348,11 +343,13 @@ class Fitted(Attachment):
         places = [tier for tier in saved.tiers if tier.written and tier.read]
         if forward is None or backward is None:
             return None
-        busy, rates = 0.0 if math.isinf(self._busy) else self._busy, None
+        if self._device.type == "cpu":  # what copies there takes the cores that compute, so nothing is hidden
+            forward = backward = 0.0
+        rates = None
         for place in reversed(places):
             out, back = place.write_seconds / place.written, place.read_seconds / place.read
             room = math.inf if place.limit is None else place.limit
-            rates = Rates(forward, backward, out, back, busy, self._largest(), room, rates)
+            rates = Rates(forward, backward, out, back, self._largest(), room, rates)
         return rates
 
     def _largest(self) -> int:

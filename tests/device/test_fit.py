@@ -511,7 +511,7 @@ def moving_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def free_of_cost(*args: Any) -> Rates | None:
         rates = measured(*args)
-        return None if rates is None else replace(rates, out=0.0, back=0.0, busy=0.0)
+        return None if rates is None else replace(rates, out=0.0, back=0.0)
 
     monkeypatch.setattr(Fitted, "_rates", free_of_cost)
     monkeypatch.setattr("disthooks.saved.computed_again._WORTH", 0.0)

@@ -96,7 +96,7 @@ def _trained(
 
     def rates(*args: Any) -> Rates | None:
         found = measured(*args) if by == "seconds" else None
-        return None if found is None else replace(found, out=0.0, back=0.0, busy=0.0)
+        return None if found is None else replace(found, out=0.0, back=0.0)
 
     model = _wrapped(engine, is_checkpointed)
     step = (lambda loss: (model.backward(loss), model.step())) if engine.startswith("zero") else None

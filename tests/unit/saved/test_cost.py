@@ -24,10 +24,10 @@ def test_no_mixture_of_whole_groups_is_cheaper(seed: int) -> None:
     dice = random.Random(seed)
     groups = [Kind(str(i), dice.uniform(1, 9), dice.uniform(0, 9)) for i in range(7)]
     layers = Kind("layers", 40.0, dice.uniform(0, 40), 10.0)
-    forward, backward, busy, tensor = dice.uniform(0, 20), dice.uniform(0, 20), dice.uniform(0, 0.5), dice.uniform(0, 9)
+    forward, backward, tensor = dice.uniform(0, 20), dice.uniform(0, 20), dice.uniform(0, 9)
     out, back = dice.uniform(0, 2), dice.uniform(0, 2)
     disk = Rates(forward, backward, 3 * out, 3 * back, tensor=tensor)
-    rates = Rates(forward, backward, out, back, busy, tensor, dice.uniform(0, 60), disk if seed % 2 else None)
+    rates = Rates(forward, backward, out, back, tensor, dice.uniform(0, 60), disk if seed % 2 else None)
     kinds = [*groups, layers]
     excess = dice.uniform(0, 1.2) * sum(kind.nbytes for kind in kinds)
     found = cheapest(kinds, excess, rates)
@@ -40,10 +40,10 @@ def test_no_mixture_of_whole_groups_is_cheaper(seed: int) -> None:
 
 def test_what_does_not_fit_into_the_host_moves_to_the_disk_beside_it() -> None:
     disk = Rates(10.0, 20.0, out=2.0, back=1.0)
-    both = Rates(10.0, 20.0, out=1.0, back=1.0, busy=0.5, tensor=1.0, room=15.0, then=disk)
-    assert both.moving(9) == 4.5, "nine seconds of forward are hidden"
-    assert both.moving(15) == 7.5 + 6, "no more of backward than of it"
-    assert both.moving(25) == 12.5 + 6 + 10, "ten bytes on the disk take 20 seconds, of which ten are hidden"
+    both = Rates(10.0, 20.0, out=1.0, back=1.0, tensor=1.0, room=15.0, then=disk)
+    assert both.moving(9) == 0.0, "nine seconds of forward are hidden"
+    assert both.moving(15) == 6, "no more of backward than of it"
+    assert both.moving(25) == 6 + 10, "ten bytes on the disk take 20 seconds, of which ten are hidden"
     assert both.corners() == (0.0, 9.0, 15.0, 20.0, 35.0)
 
 
