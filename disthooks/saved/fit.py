@@ -363,7 +363,8 @@ class Fitted(Attachment):
             UsageError: when it needed more than the budget although every saved tensor was moved.
         """
         self._rounds, self._peak, limit = self._rounds + 1, (peak := last.peak), self._near.limit or 0
-        if peak > self._budget and not limit:
+        is_all = not any(each._near.limit for each in _at_work if each._device == self._device)  # two models share it
+        if peak > self._budget and is_all:
             raise UsageError(
                 f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
