@@ -1,7 +1,7 @@
 """Law 6, Nothing left: Ctrl-C at any moment of a step leaves no byte counted, and the next steps go on.
 
 Python 3.11 looks for signals when a Python function begins and when a call has returned. So a profile function raises
-KeyboardInterrupt there, once for each trial.
+KeyboardInterrupt there, once for each trial. ``OnDisk`` has a test with real signals, too.
 """
 
 from __future__ import annotations
