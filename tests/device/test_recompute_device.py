@@ -54,6 +54,28 @@ def test_gradients_are_those_without_hooks(kind: str, device: torch.device, tmp_
     assert report.held == 0
 
 
+def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> None:
+    if device.type != "sim":
+        pytest.skip("it counts what the simulated device was waited for")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    with simulated.counted() as plain:
+        step()
+    with dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0)) as saving:
+        for _ in range(8):  # the 8th is the last that is compared for long
+            step()
+            torch.accelerator.synchronize(device)
+        before = saving.report().recomputed
+        with simulated.counted() as counts:
+            step()
+        assert saving.report().recomputed > before
+    assert counts.waits == plain.waits
+
+
 def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
     """It would never drop anything if it only asked."""
     torch.manual_seed(0)
@@ -85,6 +107,15 @@ def _line() -> object:
     return pipeline(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0)
 
 
+def _attached_once(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
+    with dh.save_activations(model, "*", _line()) as saving:
+        before = 0
+        for _ in range(steps):
+            model(x).square().sum().backward()
+            yield saving.report().recomputed - before
+            before = saving.report().recomputed
+
+
 def _attached_anew(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
     for _ in range(steps):
         with dh.save_activations(model, "*", _line()) as saving:
@@ -99,13 +130,18 @@ def _wrapped_anew(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int
         yield sum(each.report().recomputed for each in wrapped)
 
 
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("run", [_attached_anew, _wrapped_anew])
-def test_each_step_drops_while_the_host_runs_ahead(run: object, device: torch.device) -> None:
-    """The first one, because it waits for the comparison; the 2nd, 4th and 8th, in which it is compared again.
+def _in_a_block(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
+    for _ in range(steps):
+        with dh.saving(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0) as saved:
+            loss = model(x).square().sum()
+        loss.backward()
+        yield saved.report().recomputed
 
-    One attachment and a block of code are in test_recompute_peaks.py.
-    """
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("run", [_attached_once, _attached_anew, _wrapped_anew, _in_a_block])
+def test_each_step_drops_while_the_host_runs_ahead(run: object, device: torch.device) -> None:
+    """The first one, because it waits for the comparison; the 2nd, 4th and 8th, in which it is compared again."""
     torch.manual_seed(0)
     model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
     model(x).square().sum().backward()
