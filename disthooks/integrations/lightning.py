@@ -135,7 +135,7 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self._detach(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of adaptive rules, and the number of steps; and what ``fit`` has learnt, on this rank."""
+        """The state of adaptive rules, the number of steps, and what ``fit`` has learnt on this rank."""
         return dict(self._state) if self.prepared is None else self.prepared.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -23,7 +23,8 @@
 #   one; see `nearest_size`. A round is expected to become as large as those that began with the same size. If it
 #   becomes larger, the limit shrinks within it.
 # - Two models on one device (a GAN) have a budget each, of the same memory. What the other one keeps lies there when a
-#   round starts, or is a part of what the round needs. Each reads its peak before another one resets it.
+#   round starts, or is a part of what the round needs. When a round of the other one starts, and no saved tensor of
+#   this one is alive, the peak of this one is known: what comes later does not depend on its limit.
 # - What the model computes again is decided with the same limit; see [Note: what is computed again].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
@@ -70,7 +71,7 @@ _MARGIN = 0.01
 # two of the largest stay free, or of one if two are more than this part of the budget: a limit that is a little larger
 # may keep one tensor more. A limit grows by a part of what is left. On the CPU that is a half, because what a store
 # holds while it writes and reads does not count under the limit there.
-_UNEVEN, _GROWTH, _GROWTH_CPU = 0.025, 0.9, 0.5
+_UNEVEN, _GROWTH, _GROWTH_CPU = 0.05, 0.9, 0.5
 # The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
 _OTHERS = 0.05
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
@@ -125,7 +126,9 @@ class _Round:
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
         peak: the most bytes in use in it, as far as it was read.
         has_stepped: whether an optimizer has made a step in it.
-        is_over: whether an evaluation has followed, a forward without gradients after the optimizer's step.
+        is_over: whether its peak is known: an evaluation has followed, a forward without gradients after the
+            optimizer's step; or another attachment has started a round, and no saved tensor of this one was alive.
+        is_alone: whether no other attachment kept saved tensors on the device in it.
     """
 
     first: int
@@ -140,10 +143,11 @@ class _Round:
     peak: int = 0
     has_stepped: bool = False
     is_over: bool = False
+    is_alone: bool = True
 
-    def goes_on(self, saved: SavedReport) -> bool:
-        """Whether a forward that begins now belongs to this round, by what was done with saved tensors until now."""
-        return not self.has_stepped and saved.held > self.before.held
+    def is_alive(self, saved: SavedReport) -> bool:
+        """Whether saved tensors of this round are alive, by what was done with saved tensors until now."""
+        return saved.held > self.before.held
 
     def has_backward(self, saved: SavedReport) -> bool:
         """Whether a backward has read what the round has stored."""
@@ -240,29 +244,27 @@ class Fitted(Attachment):
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Go on with the round, or learn from it and start another one; an evaluation only ends it."""
-        for each in _at_work:  # two models may be on one device, and the peak is about to be reset
-            if each._device == self._device:
-                each._read_peak()
+        self._read_peak()
         if not torch.is_grad_enabled():
             if self._round is not None:
                 self._round.is_over = self._round.has_stepped
             return
         saved, size, last = self._saved(), _elements((args, kwargs)), self._round
-        if last is not None and last.goes_on(saved):
+        if last is not None and not last.has_stepped and last.is_alive(saved):
             last.size += size
             if last.size > last.expected:
                 last.expected = last.size
                 self._allow(last, saved, is_going_on=True)
         else:
             if last is None:
-                self._begin(module)
+                self._prepare(module)
             else:
                 self._learn(last, saved)
             self._start(size, saved)
         self._again.layers.switch_off(self._again.off)
 
-    def _begin(self, module: nn.Module) -> None:
-        """What is known at the first forward: an engine may have come since the attachment."""
+    def _prepare(self, module: nn.Module) -> None:
+        """Find the budget and the checkpointed layers at the first forward: an engine may have come by then."""
         if not self._budget:
             self._budget = self._memory.free()
         names = [name for part in self._parts for name in part.names]
@@ -281,7 +283,19 @@ class Fitted(Attachment):
         for tiers in self._tiers:
             tiers.most.clear()
         self._allow(self._round, saved)
+        for other in _at_work:
+            if other is not self and other._device == self._device and other._round is not None:
+                self._meet(self._round, other, other._round)
         self._memory.reset_peak()
+
+    def _meet(self, mine: _Round, other: Fitted, theirs: _Round) -> None:
+        """Tell the round of another attachment of the device that one starts here, before the peak is reset."""
+        other._read_peak()
+        if not theirs.is_alive(other._saved()):
+            theirs.is_over = True
+            return
+        mine.is_alone &= not other._near.limit
+        theirs.is_alone &= not self._near.limit
 
     def _allow(self, round_: _Round, saved: SavedReport, is_going_on: bool = False) -> None:
         """Set the limit for a round, and what is computed again. Within a round a limit that was halved stays so."""
@@ -363,8 +377,7 @@ class Fitted(Attachment):
             UsageError: when it needed more than the budget although every saved tensor was moved.
         """
         self._rounds, self._peak, limit = self._rounds + 1, (peak := last.peak), self._near.limit or 0
-        is_all = not any(each._near.limit for each in _at_work if each._device == self._device)  # two models share it
-        if peak > self._budget and is_all:
+        if peak > self._budget and not limit and last.is_alone:
             raise UsageError(
                 f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "

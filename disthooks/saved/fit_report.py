@@ -23,7 +23,7 @@ class FitReport:
     Attributes:
         budget: the bytes that were promised; 0 before the first forward if it is what is free then.
         device: of the memory that is counted.
-        rounds: how many forwards with gradients on have been measured.
+        rounds: how many were measured: a forward with gradients on, or several that wait for the same backward.
         peak: the most bytes in use in the last of them; 0 before the first.
         limit: how many bytes of saved tensors stay on the device in the round that is under way.
         missing: about how many bytes more of the budget would have kept all saved tensors there in the last round.
@@ -32,8 +32,8 @@ class FitReport:
         checkpoints: how many layers of the model are checkpointed so that :func:`fit` can switch their checkpoints off.
         checkpoints_off: how many of these checkpoints are off in the round that is under way.
         outlook: what some bytes more or less would change in the time of a step; None while that was not measured.
-        kinds: what was computed again in the last round, the most bytes first, and about how many seconds that took;
-            NaN if it was not measured. One of them may be the checkpointed layers.
+        kinds: what was computed again in the last round, and about how many seconds that took; NaN if it was not
+            measured. One of them may be the checkpointed layers.
         sites: what was done in the last round with the saved tensors of each module that hooks are on.
         saved: what was done with the saved tensors since :func:`fit` was called.
 
