@@ -75,6 +75,16 @@ def test_the_speed_of_a_disk_is_said_to_be_unknown() -> None:
     assert "memory)" not in found.text
 
 
+def test_a_link_that_was_measured_counts_in_place_of_the_one_in_the_table() -> None:
+    builder = Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
+    said = explain_built(builder, Situation(batch=ROWS))
+    fast = {"link": {"pinned_to_host": 1e15, "pinned_to_device": 1e15}, "directories": []}
+    found = plan_within(builder, said, int(0.7 * said.peak_bytes), speeds=Speeds.of(fast))
+    assert found is not None
+    assert found.title.startswith("move saved tensors to the host"), "which costs nothing now"
+    assert "on the link (as measured)" in found.text
+
+
 def test_the_way_that_is_chosen_depends_on_what_was_measured() -> None:
     """On a fast disk tensors move; on a slow one more of them are computed again."""
     builder = Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
