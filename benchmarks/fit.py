@@ -5,18 +5,22 @@
 A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
 memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint
 it trains without a budget, and under the same budgets: by the seconds that ``fit`` measures, and by bytes alone, as
-long as it knows no seconds. ``--throttle 200`` makes the disk as slow as that many MB/s, each way. Each way is a
-process of its own, because resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process
-the peaks of all steps and the median time of those after the 28th, when ``fit`` has found its limit and has kept or
-given up its mixture, are taken. The median of each way and its ratio to the training in memory are printed and written
-as JSON. All ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays resident.
+long as it knows no seconds. A peer is torch's selective checkpoint, which keeps the results of matrix products.
+``--throttle 200`` makes the disk as slow as that many MB/s, each way. Each way is a process of its own, because
+resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process the peaks of all steps and the
+median time of those after the 28th, when ``fit`` has found its limit and has kept or given up its mixture, are taken.
+The median of each way and its ratio to the training in memory are printed and written as JSON, and drawn as SVG with
+``--figure``. All ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays
+resident.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +32,7 @@ import torch
 from disk import RESULTS, machine
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import disthooks as dh
 from disthooks._tensors import format_bytes
@@ -35,6 +40,9 @@ from disthooks.saved.fit import Fitted
 from disthooks.saved.stores.scratch_file import ScratchFile
 
 MEMORY, DISK, CHECKPOINTS, BYTES = "in memory", "OnDisk", "checkpoints", "by bytes"
+SELECTIVE = "torch selective checkpoints"
+aten = torch.ops.aten
+PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
 SHARES = (0.9, 0.8, 0.7, 0.6)
 SETTLED = 28
 SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
@@ -70,6 +78,9 @@ def trained(way: str, budget: int, size: str, steps: int, directory: str) -> dic
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(batch, length, width)
     if way.startswith(CHECKPOINTS):
         model.layers = nn.ModuleList(map(CheckpointWrapper, model.layers))
+    elif way == SELECTIVE:
+        contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+        model.layers = nn.ModuleList(CheckpointWrapper(layer, context_fn=contexts) for layer in model.layers)
     if way == DISK:
         dh.save_activations(model, "*", dh.OnDisk(directory, in_flight="64 MiB"))
     elif budget:
@@ -102,6 +113,30 @@ def in_process(way: str, budget: int, args: argparse.Namespace) -> dict[str, Any
     return found
 
 
+def draw(found: dict[str, Any], path: pathlib.Path) -> None:
+    """The time of a step over its peak: a line for each rule of ``fit``, a point for each way without a budget."""
+    import matplotlib
+    from figure import GIB, machine_of
+    from matplotlib.figure import Figure
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for way, row in found["results"].items():
+        rule = re.sub(r", \d+%", "", way)
+        lines.setdefault(rule, []).append((row["peak_bytes"] / GIB, row["ratio"]))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o" if "fit" in name else "s", label=name)
+    about = found["throttle"]
+    disk = f"a disk of {about:.0f} MB/s" if about else "the disk as it is"
+    axes.set(xlabel="peak resident memory, GiB", ylabel="time of a step, of that in memory", ylim=(0.9, None))
+    axes.set_title(f"{machine_of(found)}, {disk}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "disthooks"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="full")
@@ -111,6 +146,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="the budgets, as parts of that memory")
     parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk, each way; 0 for as it is")
     parser.add_argument("--json", default=str(RESULTS / "fit-cpu.json"))
+    parser.add_argument("--figure", type=pathlib.Path, help="draw the results as an SVG to this path")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -122,7 +158,8 @@ def main() -> None:
     free = in_process(MEMORY, 0, args)
     before, most = free["before"], max(free["peaks"])
     kept = {share: int(before + share * (most - before)) for share in args.shares}
-    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in args.shares}, DISK: 0, CHECKPOINTS: 0}
+    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in args.shares}, DISK: 0}
+    budgets |= {CHECKPOINTS: 0, SELECTIVE: 0}
     for share, budget in kept.items():
         budgets |= {f"{CHECKPOINTS}, fit, {share:.0%}{rule}": budget for rule in ("", f", {BYTES}")}
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in budgets}
@@ -150,7 +187,10 @@ def main() -> None:
         "machine": machine("cpu"),
         **{name: getattr(args, name) for name in ("size", "rounds", "steps", "throttle")},
     }
-    pathlib.Path(args.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    found = {**about, "results": results}
+    pathlib.Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if args.figure:
+        draw(found, args.figure)
 
 
 if __name__ == "__main__":

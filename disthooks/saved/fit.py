@@ -33,6 +33,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import time
@@ -62,6 +63,7 @@ from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import SavedReport, SiteReport
 from disthooks.saved.stopwatch import Moment, Stopwatch
 from disthooks.saved.stores.cpu import OnCpu
+from disthooks.saved.stores.disk import OnDisk
 from disthooks.saved.stores.host import container_memory, node_memory
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
@@ -69,9 +71,12 @@ from disthooks.saved.stores.tiers import OnDevice, Tiered
 _MARGIN = 0.01
 # At the moment of the last peak, the saved tensors may have been below the limit by up to two tensors. So the bytes of
 # two of the largest stay free, or of one if two are more than this part of the budget: a limit that is a little larger
-# may keep one tensor more. A limit grows by a part of what is left. On the CPU that is a half, because what a store
-# holds while it writes and reads does not count under the limit there.
-_UNEVEN, _GROWTH, _GROWTH_CPU = 0.05, 0.9, 0.5
+# may keep one tensor more. A limit grows by a part of what is left.
+_UNEVEN, _GROWTH = 0.05, 0.9
+# On the CPU what a store holds while it writes and reads does not count under the limit, and depends on how fast the
+# disk was just then. So a limit grows by a half there, the most that so many rounds needed counts, and a round that
+# came so near to the budget is remembered.
+_GROWTH_CPU, _RECENT_CPU, _NEAR_CPU = 0.5, 4, 0.05
 # The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
 _OTHERS = 0.05
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
@@ -186,8 +191,8 @@ class Fitted(Attachment):
         self._near.set_limit(0)
         self._memory = _Memory(device)
         # What a round needed beside saved tensors and what lay there before: by its size and whether it was the first
-        # after a step, and by the bytes that it stored, which are negative if it had no backward.
-        self._needs: dict[tuple[int, bool], dict[int, int]] = {}
+        # after a step, and by the bytes that it stored, which are negative if it had no backward. Of the last rounds.
+        self._needs: dict[tuple[int, bool], dict[int, list[int]]] = {}
         self._totals: dict[int, int] = {}  # by the size of a round's first forward: the most that a round had
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
@@ -200,6 +205,8 @@ class Fitted(Attachment):
         self._has_warned = False
         for part in parts:
             part._limit_drops(self._again.droppable)
+        for store in (store for each in tiers for store in each.stores if isinstance(store, OnDisk)):
+            store.open().worker.keeps_idle = False  # its idle memory would come and go with the speed of the disk
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
@@ -398,10 +405,10 @@ class Fitted(Attachment):
         else:
             stored = -stored  # what the same forward needs with a backward is another figure
         needs = self._needs.setdefault(which, {})
-        if peak > self._budget * (1 - _MARGIN):
+        count, near = (_RECENT_CPU, _NEAR_CPU) if self._device.type == "cpu" else (1, _MARGIN)
+        if self._rounds > 1 and peak > self._budget * (1 - near):  # in the first one the optimizer made its state
             self._least[which] = max(needed, self._least.get(which, 0))
-        needs.pop(stored, None)  # the newest one is the last of the dict
-        needs[stored] = needed
+        needs[stored] = [*needs.pop(stored, ()), needed][-count:]  # the newest one is the last of the dict
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
 
@@ -420,7 +427,8 @@ class Fitted(Attachment):
         if not sizes:
             return math.inf
         like, growth = nearest_size(round_.expected, sizes)
-        return max(*self._needs[like, is_first].values(), self._least.get((like, is_first), 0)) * growth
+        known = itertools.chain(*self._needs[like, is_first].values())
+        return max(*known, self._least.get((like, is_first), 0)) * growth
 
 
 _at_work: weakref.WeakSet[Fitted] = weakref.WeakSet()
@@ -498,7 +506,7 @@ def fit(
 def of_any_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a state of :class:`Fitted` that holds on another rank, and with another number of ranks.
 
-    >>> of_any_rank({"needs": {(8, True): {64: 32}}, "least": {}, "again": {}, "layers": {"0": True}})
+    >>> of_any_rank({"needs": {(8, True): {64: [32]}}, "least": {}, "again": {}, "layers": {"0": True}})
     {'needs': {}, 'least': {}, 'again': {}, 'layers': {'0': True}}
     """
     return {**state, "needs": {}, "least": {}}
