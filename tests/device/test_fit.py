@@ -160,7 +160,7 @@ HALVES = {"blocks.[0-5]": "64 MiB", "blocks.[6-9]": "32 MiB", "blocks.1?": "32 M
 SHARES = {"decoder": (0.5, 0.75, 1.0), "resnet": (0.9, 1.0), "u-net": (0.5, 0.75, 1.0), "branches": (0.6, 0.8, 1.0)}
 
 
-@pytest.mark.full_tier(case=("resnet", "u-net"))
+@pytest.mark.full_tier(case=("resnet", "u-net", "branches"))
 @pytest.mark.parametrize("case", CASES)
 def test_a_budget_is_kept_from_the_first_step_on_and_used(
     case: str, device: torch.device, free: dict[str, Run]
@@ -373,6 +373,7 @@ def with_a_metric(run: Run, is_before_backward: bool) -> None:
     run.peaks.append(torch.accelerator.max_memory_allocated(run.device))
 
 
+@pytest.mark.full_tier(is_before_backward=(False,))
 @pytest.mark.parametrize("is_before_backward", [True, False])
 def test_a_forward_without_gradients_is_part_of_the_step_that_it_stands_in(
     is_before_backward: bool, device: torch.device, free: dict[str, Run]
@@ -519,6 +520,7 @@ def moving_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("moving_costs_nothing")
+@pytest.mark.full_tier(more=(1.0,))
 @pytest.mark.parametrize("more", [1.0, 1.5])
 def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
     more: float, device: torch.device, free: dict[str, Run]
