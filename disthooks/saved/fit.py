@@ -33,7 +33,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 import time
@@ -73,10 +72,9 @@ _MARGIN = 0.01
 # two of the largest stay free, or of one if two are more than this part of the budget: a limit that is a little larger
 # may keep one tensor more. A limit grows by a part of what is left.
 _UNEVEN, _GROWTH = 0.05, 0.9
-# On the CPU what a store holds while it writes and reads does not count under the limit, and depends on how fast the
-# disk was just then. So a limit grows by a half there, the most that so many rounds needed counts, and a round that
-# came so near to the budget is remembered.
-_GROWTH_CPU, _RECENT_CPU, _NEAR_CPU = 0.5, 4, 0.05
+# On the CPU it is a half: what a store holds while it writes and reads does not count under the limit there, and what
+# it could hold counts as needed, so that the budget does not depend on how fast the disk and the computation are.
+_GROWTH_CPU = 0.5
 # The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
 _OTHERS = 0.05
 # A model that uses its branches in turn stores other bytes in each round: so many of these are remembered of one size.
@@ -125,11 +123,13 @@ class _Round:
         size: how many those of all its forwards have, so far.
         expected: how many they may have in the end.
         is_first: whether no backward has added to gradients since an optimizer's step.
-        begin: bytes in use when it started.
+        begin: bytes in use when it started, without those on their way to and from files.
         before: what the attachments had done with saved tensors before.
         started: when it started: by the host's clock, and by the computation's.
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
         peak: the most bytes in use in it, as far as it was read.
+        counted: the peak when ``highest`` was counted last.
+        highest: the most bytes that would have been in use if stores had had as much on its way as they may.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether its peak is known: an evaluation has followed, a forward without gradients after the
             optimizer's step; or another attachment has started a round, and no saved tensor of this one was alive.
@@ -146,6 +146,8 @@ class _Round:
     forward_end: Moment | None = None
     backward_end: Moment | None = None
     peak: int = 0
+    counted: int = 0
+    highest: int = 0
     has_stepped: bool = False
     is_over: bool = False
     is_alone: bool = True
@@ -191,8 +193,8 @@ class Fitted(Attachment):
         self._near.set_limit(0)
         self._memory = _Memory(device)
         # What a round needed beside saved tensors and what lay there before: by its size and whether it was the first
-        # after a step, and by the bytes that it stored, which are negative if it had no backward. Of the last rounds.
-        self._needs: dict[tuple[int, bool], dict[int, list[int]]] = {}
+        # after a step, and by the bytes that it stored, which are negative if it had no backward.
+        self._needs: dict[tuple[int, bool], dict[int, int]] = {}
         self._totals: dict[int, int] = {}  # by the size of a round's first forward: the most that a round had
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
@@ -205,8 +207,11 @@ class Fitted(Attachment):
         self._has_warned = False
         for part in parts:
             part._limit_drops(self._again.droppable)
-        for store in (store for each in tiers for store in each.stores if isinstance(store, OnDisk)):
-            store.open().worker.keeps_idle = False  # its idle memory would come and go with the speed of the disk
+        disks = [store.open() for each in tiers for store in each.stores if isinstance(store, OnDisk)]
+        self._workers = {disk.worker for disk in disks} if device.type == "cpu" else set()
+        for worker in self._workers:
+            worker.frees_idle_for.add(self)  # idle memory would come and go with the speed of the disk
+            self.on_remove(functools.partial(worker.frees_idle_for.discard, self))
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
@@ -286,7 +291,10 @@ class Fitted(Attachment):
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
         self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
         started = time.perf_counter(), self._watch.now()
-        self._round = _Round(size, size, expected, is_first, self._memory.in_use(), saved, started)
+        for worker in self._workers:
+            worker.spare(0)  # it counts from here on; what is in memory now is a part of what could be
+        begin = self._memory.in_use() - sum(worker.buffers.most for worker in self._workers)
+        self._round = _Round(size, size, expected, is_first, begin, saved, started)
         for tiers in self._tiers:
             tiers.most.clear()
         self._allow(self._round, saved)
@@ -317,6 +325,8 @@ class Fitted(Attachment):
         """Leave the model as its user made it, also after an error in forward."""
         self._again.layers.switch_on()
         self._read_peak()
+        if self._round is not None:
+            self._count_spare(self._round)
         if self._round is not None and torch.is_grad_enabled():
             self._round.forward_end = self._watch.now()
 
@@ -330,6 +340,16 @@ class Fitted(Attachment):
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
         if self._round is not None and not self._round.is_over:
             self._round.peak = max(self._round.peak, self._memory.peak())
+
+    def _count_spare(self, round_: _Round) -> None:
+        """Note how high the peak would have been on a slower disk, with as much on its way as a store may have.
+
+        Forward and backward are counted apart. What is read ahead in backward says nothing of the end of forward.
+        """
+        moved = self._saved().moved - round_.before.moved if self._workers else 0
+        spare = sum(worker.spare(moved) for worker in self._workers)
+        if round_.peak > round_.counted:
+            round_.counted, round_.highest = round_.peak, max(round_.highest, round_.peak + spare)
 
     def _after_step(self, *_: Any) -> None:
         """Note that an optimizer has made a step."""
@@ -390,10 +410,11 @@ class Fitted(Attachment):
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
                 "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
             )
+        self._count_spare(last)
         stored, kept = saved.stored - last.before.stored, _kept(saved) - _kept(last.before)
         # On the CPU what is on its way does not count.
         most = max(self._near.of(self._device).most, *(tiers.most.get(self._device, 0) for tiers in self._tiers))
-        needed = max(0, peak - last.begin - min(most, limit))
+        needed = max(0, last.highest - last.begin - min(most, limit))
         which = last.expected, last.is_first
         if last.has_backward(saved):
             self._totals[last.first] = max(last.size, self._totals.get(last.first, 0))
@@ -405,10 +426,10 @@ class Fitted(Attachment):
         else:
             stored = -stored  # what the same forward needs with a backward is another figure
         needs = self._needs.setdefault(which, {})
-        count, near = (_RECENT_CPU, _NEAR_CPU) if self._device.type == "cpu" else (1, _MARGIN)
-        if self._rounds > 1 and peak > self._budget * (1 - near):  # in the first one the optimizer made its state
+        if peak > self._budget * (1 - _MARGIN):
             self._least[which] = max(needed, self._least.get(which, 0))
-        needs[stored] = [*needs.pop(stored, ()), needed][-count:]  # the newest one is the last of the dict
+        needs.pop(stored, None)  # the newest one is the last of the dict
+        needs[stored] = needed
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
 
@@ -427,8 +448,7 @@ class Fitted(Attachment):
         if not sizes:
             return math.inf
         like, growth = nearest_size(round_.expected, sizes)
-        known = itertools.chain(*self._needs[like, is_first].values())
-        return max(*known, self._least.get((like, is_first), 0)) * growth
+        return max(*self._needs[like, is_first].values(), self._least.get((like, is_first), 0)) * growth
 
 
 _at_work: weakref.WeakSet[Fitted] = weakref.WeakSet()
@@ -506,7 +526,7 @@ def fit(
 def of_any_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a state of :class:`Fitted` that holds on another rank, and with another number of ranks.
 
-    >>> of_any_rank({"needs": {(8, True): {64: [32]}}, "least": {}, "again": {}, "layers": {"0": True}})
+    >>> of_any_rank({"needs": {(8, True): {64: 32}}, "least": {}, "again": {}, "layers": {"0": True}})
     {'needs': {}, 'least': {}, 'again': {}, 'layers': {'0': True}}
     """
     return {**state, "needs": {}, "least": {}}

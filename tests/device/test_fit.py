@@ -324,7 +324,7 @@ def _needs(device: torch.device, lengths: tuple[int, ...], is_logged: bool) -> t
         for length in lengths:
             run.step(images(8, length, 8).to(device))
         learnt = handle.state_dict()["needs"]
-    newest = [list(learnt[size].values())[-1][-1] for size in sorted(learnt)]
+    newest = [list(learnt[size].values())[-1] for size in sorted(learnt)]
     return newest[0], newest[-1]
 
 

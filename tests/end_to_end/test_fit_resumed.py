@@ -94,4 +94,4 @@ def test_killed_ranks_go_on_with_what_they_had_learnt(tmp_path: pathlib.Path) ->
         assert max(row["peak"] for row in rows) <= budget
         limits = [row["limit"] for row in rows]
         assert limits[0] == 0
-        assert limits[5] > 8 << 20, "the first step after the restart keeps tensors"
+        assert limits[5] > 16 << 20, "the first step after the restart keeps tensors"
