@@ -93,7 +93,7 @@ def _checked(source: Source) -> dict[str, Any]:
     try:
         from pydantic import ValidationError
 
-        from disthooks.config.keys import Hooks
+        from disthooks.config.yaml_keys import Hooks
     except ImportError as error:
         raise ConfigError("reading a configuration needs pydantic: pip install 'disthooks[config]'") from error
     try:
@@ -153,7 +153,7 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
 
 def _right_key(path: Path) -> str:
     """Advice for a key that is not known: the place where it belongs, or the nearest key that is known there."""
-    from disthooks.config.keys import Hooks, Save, Watch
+    from disthooks.config.yaml_keys import Hooks, Save, Watch
 
     key = str(path[-1])
     if len(path) == 1 and (key in Save.model_fields or key in Watch.model_fields):

@@ -1,4 +1,4 @@
-"""The arguments of each kind as pydantic's models, and the JSON schema made of them and of the keys (models.py).
+"""The arguments of each kind as pydantic's models, and the JSON schema made of them and of the keys (yaml_keys.py).
 
 Editors use the schema to complete and check a configuration. ``python -m disthooks.config.schema`` prints it with the
 kinds of installed packages; ``--write`` writes the file ``hooks.schema.json``, without these kinds.
@@ -39,8 +39,8 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 from disthooks._registry import NOUNS, Kind, base_of, kind_names, near, other_kinds, own_kinds
-from disthooks.config.keys import SIZE, Bundle, Hooks
 from disthooks.config.source import Path
+from disthooks.config.yaml_keys import SIZE, Bundle, Hooks
 
 FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
 _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
