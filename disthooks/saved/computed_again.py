@@ -36,8 +36,9 @@ from disthooks.saved.stopwatch import Stopwatch
 _FILLED, _WORTH = 0.95, 0.02
 # The outlook is for so many parts of the limit more or less.
 _OTHER = 10
-# A limit that changes by no more than this part is the same.
-_NEAR = 0.025
+# A limit that changes by no more than the first part of all saved bytes is the same: on a CPU resident memory differs
+# by some megabytes from step to step. Steps that save bytes that differ by no more than the second part are alike.
+_NEAR, _ALIKE = 0.05, 0.025
 # Steps whose median is compared before and after a mixture was chosen by its seconds.
 _COMPARED = 3
 _LAYERS = "checkpointed layers"
@@ -86,7 +87,7 @@ class _Steps:
 
     def add(self, seconds: float, saved: int) -> None:
         """Another step. If it saved other bytes than the last one, what a mixture needs is known by bytes alone."""
-        if abs(saved - self.saved) > _NEAR * saved:
+        if abs(saved - self.saved) > _ALIKE * saved:
             self.seconds.clear()
             self.is_timed, self.before = False, None
         self.saved = saved
@@ -110,6 +111,17 @@ class Outlook(NamedTuple):
     slower: float
 
 
+class _Choice(NamedTuple):
+    """What the last choice by seconds was made from: a step took ``step`` seconds; its mixture adds ``seconds``."""
+
+    kinds: list[Kind]
+    excess: float
+    rates: Rates
+    seconds: float
+    limit: int
+    step: float
+
+
 class ComputedAgain:
     """What a model computes again in each round, from one forward with gradients on to the next.
 
@@ -119,7 +131,6 @@ class ComputedAgain:
         off: how many of their checkpoints are off in the round that is under way, from the last layer on.
         nbytes: bytes that the last round has computed again, as far as is known.
         kinds: what that was, and how long it took; NaN if that was not measured.
-        outlook: what another budget would change; None while no seconds are known.
 
     >>> again = ComputedAgain()
     >>> again.choose(size=8, limit=100)
@@ -136,7 +147,7 @@ class ComputedAgain:
     def __init__(self, watch: Stopwatch | None = None) -> None:
         self.droppable, self.layers, self.nbytes = Droppable(watch=watch), CheckpointedLayers(None, ()), 0
         self.off = 0
-        self.outlook: Outlook | None = None
+        self._choice: _Choice | None = None
         self.kinds: tuple[Kind, ...] = ()
         self._is_all = True  # whether Recompute may drop all that it can in the round that is under way
         self._sizes: dict[int, _Size] = {}
@@ -147,6 +158,16 @@ class ComputedAgain:
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
         self._sizes = {size: _Size(*each) for size, each in state.items()}
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """What another budget would change; None while no seconds are known."""
+        if self._choice is None or self._choice.limit < _OTHER:
+            return None
+        kinds, excess, rates, seconds, limit, step = self._choice
+        other = limit // _OTHER
+        less, more = (cheapest(kinds, max(0.0, excess + nbytes), rates).seconds for nbytes in (-other, other))
+        return Outlook(other, (seconds - less) / step, (more - seconds) / step)
 
     def choose(self, size: int, limit: int, rates: Rates | None = None, is_going_on: bool = False) -> bool:
         """Decide for a round of inputs of ``size`` with so many bytes of saved tensors, and switch Recompute.
@@ -183,7 +204,8 @@ class ComputedAgain:
 
         Returns what :meth:`_allowed` does, and whether seconds have made the change.
         """
-        if abs(limit - steps.limit) > _NEAR * limit:
+        everything = known.saved + sum(kind.nbytes for kind in self._kinds(known, 1.0, None))
+        if abs(limit - steps.limit) > _NEAR * everything:
             steps.seconds.clear()
         steps.limit = limit
         if steps.before is not None and len(steps.seconds) > _COMPARED:  # the first step makes the plan of the store
@@ -196,17 +218,13 @@ class ComputedAgain:
         steps.is_timed = watch is not None and all(kind.seconds > 0 for kind in kinds)
         if rates is None or not steps.is_timed:
             kinds, rates, worth = self._kinds(known, 1.0, None), _UNKNOWN, _WORTH * limit
-            self.outlook = None
+            self._choice = None
         else:
             worth = _WORTH * steps.median() if is_settled else math.inf
         excess = _excess(kinds, known.saved, limit)
         best = cheapest(kinds, excess, rates)
-        other = limit // _OTHER
-        if steps.is_timed and is_settled and other:
-            less, more = (cheapest(kinds, max(0.0, excess + nbytes), rates).seconds for nbytes in (-other, other))
-            self.outlook = Outlook(
-                other, (best.seconds - less) / steps.median(), (more - best.seconds) / steps.median()
-            )
+        if steps.is_timed and is_settled:
+            self._choice = _Choice(kinds, excess, rates, best.seconds, limit, steps.median())
         is_known = known.again.keys() == best.again.keys()
         if is_known and seconds_of(kinds, known.again, excess, rates) <= best.seconds + worth:
             best = Mixture(known.again, 0.0)
