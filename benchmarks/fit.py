@@ -1,17 +1,20 @@
 """Budgets of resident memory on a CPU: what ``fit`` keeps of each, and what a step takes under it.
 
-    make bench NAME=fit                        # or: python benchmarks/fit.py --rounds 5 --directory /scratch
+    make bench NAME=fit                        # or: python benchmarks/fit.py --directory /scratch
 
 A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
 memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint
 it trains without a budget, and under the same budgets: by the seconds that ``fit`` measures, and by bytes alone, as
 long as it knows no seconds. A peer is torch's selective checkpoint, which keeps the results of matrix products.
-``--throttle 200`` makes the disk as slow as that many MB/s, each way. Each way is a process of its own, because
-resident memory is of a process; the ways take turns, ``--rounds`` times. Of each process the peaks of all steps and the
-median time of those after the 28th, when ``fit`` has found its limit and has kept or given up its mixture, are taken.
-The median of each way and its ratio to the training in memory are printed and written as JSON, and drawn as SVG with
-``--figure``. All ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed stays
-resident.
+``--throttle 200`` makes the disk as slow as that many MB/s, each way.
+
+Each way is a process of its own, because resident memory is of a process. All of them live at once (13 GiB at full
+size) and take turns step by step, each turn in an order of its own, because the steps of one process drift by a third
+within minutes on a shared machine. Of each process the peaks of all steps count, and the seconds of those after the
+28th, when ``fit`` has found its limit and has kept or given up its mixture. Ratios are of two steps of the same turn.
+Their medians are printed and written as JSON, by seconds over by bytes with the middle half of the turns, and drawn as
+SVG with ``--figure``. All ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed
+stays resident.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import functools
 import json
 import pathlib
+import random
 import re
 import statistics
 import subprocess
@@ -45,7 +49,8 @@ aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
 SHARES = (0.9, 0.8, 0.7, 0.6)
 SETTLED = 28
-SIZES = {"full": (8, 384, 8, 256), "small": (8, 128, 16, 128)}  # layers, width, batch, length
+# Layers, width, batch, length, dropout. Without dropout attention saves no weights, and computing it again takes long.
+SIZES = {"full": (8, 384, 8, 256, 0.1), "small": (8, 128, 16, 128, 0.1), "long": (6, 256, 1, 2048, 0.0)}
 
 
 def throttle(speed: float) -> None:
@@ -66,14 +71,14 @@ def throttle(speed: float) -> None:
     slowed("read")
 
 
-def trained(way: str, budget: int, size: str, steps: int, directory: str) -> dict[str, Any]:
-    """Train in this process; the peak of each step and the seconds of those after ``SETTLED``."""
-    layers, width, batch, length = SIZES[size]
+def train(way: str, budget: int, size: str, directory: str) -> None:
+    """Train in this process: one step for each line that is read, whose seconds and peak are written as one line."""
+    layers, width, batch, length, dropout = SIZES[size]
     if way.endswith(BYTES):
         Fitted._rates = lambda *_: None  # type: ignore[method-assign, assignment]
     dh.memory.release_promptly()
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout, batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(batch, length, width)
     if way.startswith(CHECKPOINTS):
@@ -85,32 +90,55 @@ def trained(way: str, budget: int, size: str, steps: int, directory: str) -> dic
         dh.save_activations(model, "*", dh.OnDisk(directory, in_flight="64 MiB"))
     elif budget:
         dh.fit(model, budget, dh.OnDisk(directory, in_flight="64 MiB"))
-    before, peaks, seconds = dh.memory.resident(), [], []
-    for _ in range(steps):
+    before = dh.memory.resident()
+    for _ in sys.stdin:
         dh.memory.reset_peak_resident()
         begin = time.perf_counter()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begin)
-        peaks.append(dh.memory.peak_resident())
-    return {
-        "before": before,
-        "peaks": peaks,
-        "seconds": statistics.median(seconds[SETTLED:]),
-        "loss": loss.item().hex(),
-    }
+        seconds = time.perf_counter() - begin
+        row = {"before": before, "peak": dh.memory.peak_resident(), "seconds": seconds, "loss": loss.item().hex()}
+        print(json.dumps(row), flush=True)
 
 
-def in_process(way: str, budget: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The same in a new process."""
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        words = ["--one", way, "--budget", str(budget), "--size", args.size, "--steps", str(args.steps)]
-        call = [sys.executable, __file__, *words, "--directory", directory, "--throttle", str(args.throttle)]
-        done = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Training:
+    """A process that trains in one way, step by step; ``steps`` has what it wrote of each."""
+
+    def __init__(self, way: str, budget: int, args: argparse.Namespace) -> None:
+        self.scratch = tempfile.TemporaryDirectory(dir=args.directory)
+        words = ["--one", way, "--budget", str(budget), "--size", args.size]
+        call = [sys.executable, __file__, *words, "--directory", self.scratch.name, "--throttle", str(args.throttle)]
+        self.process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.steps: list[dict[str, Any]] = []
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(file=self.process.stdin, flush=True)
+        self.steps.append(json.loads(self.process.stdout.readline()))
+
+    def end(self) -> None:
+        self.process.communicate()
+        self.scratch.cleanup()
+
+
+def in_turns(ways: dict[str, int], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The steps of each way, which took turns."""
+    dice, trainings = random.Random(0), {way: Training(way, budget, args) for way, budget in ways.items()}
+    for _ in range(args.steps):
+        for training in dice.sample([*trainings.values()], len(trainings)):
+            training.step()
+    for training in trainings.values():
+        training.end()
+    return {way: training.steps for way, training in trainings.items()}
+
+
+def ratios(steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
+    """What the settled steps took, over the other way's step of the same turn."""
+    pairs = zip(steps[SETTLED:], others[SETTLED:], strict=True)
+    return [a["seconds"] / b["seconds"] for a, b in pairs]
 
 
 def draw(found: dict[str, Any], path: pathlib.Path) -> None:
@@ -140,8 +168,7 @@ def draw(found: dict[str, Any], path: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=SETTLED + 3)
+    parser.add_argument("--steps", type=int, default=SETTLED + 12)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on a real disk")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="the budgets, as parts of that memory")
     parser.add_argument("--throttle", type=float, default=0.0, help="MB/s of the disk, each way; 0 for as it is")
@@ -153,39 +180,38 @@ def main() -> None:
     if args.one:
         if args.throttle:
             throttle(1e6 * args.throttle)
-        print(json.dumps(trained(args.one, args.budget, args.size, args.steps, args.directory)))
+        train(args.one, args.budget, args.size, args.directory)
         return
-    free = in_process(MEMORY, 0, args)
-    before, most = free["before"], max(free["peaks"])
+    free = in_turns({MEMORY: 0}, argparse.Namespace(**{**vars(args), "steps": 5}))[MEMORY]
+    before, most = free[0]["before"], max(step["peak"] for step in free)
     kept = {share: int(before + share * (most - before)) for share in args.shares}
-    budgets = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in args.shares}, DISK: 0}
-    budgets |= {CHECKPOINTS: 0, SELECTIVE: 0}
+    ways = {MEMORY: 0, **{f"fit, {share:.0%}": kept[share] for share in args.shares}, DISK: 0}
+    ways |= {CHECKPOINTS: 0, SELECTIVE: 0}
     for share, budget in kept.items():
-        budgets |= {f"{CHECKPOINTS}, fit, {share:.0%}{rule}": budget for rule in ("", f", {BYTES}")}
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in budgets}
-    for _ in range(args.rounds):
-        for way, budget in budgets.items():
-            runs[way].append(in_process(way, budget, args))
+        ways |= {f"{CHECKPOINTS}, fit, {share:.0%}{rule}": budget for rule in ("", f", {BYTES}")}
+    runs = in_turns(ways, args)
     results = {}
-    for way, budget in budgets.items():
-        peaks = [max(run["peaks"]) for run in runs[way]]
-        results[way] = {
-            "seconds": statistics.median(run["seconds"] for run in runs[way]),
-            "ratio": statistics.median(
-                a["seconds"] / b["seconds"] for a, b in zip(runs[way], runs[MEMORY], strict=True)
-            ),
+    for way, budget in ways.items():
+        steps = runs[way]
+        peak = max(step["peak"] for step in steps)
+        row = results[way] = {
+            "seconds": statistics.median(step["seconds"] for step in steps[SETTLED:]),
+            "ratio": statistics.median(ratios(steps, runs[MEMORY])),
             "budget_bytes": budget or None,
-            "peak_bytes": max(peaks),
-            "used": round(statistics.median(run["peaks"][-1] for run in runs[way]) / budget, 4) if budget else None,
-            "is_kept": max(peaks) <= budget if budget else None,
-            "same_loss": {run["loss"] for run in runs[way]} == {run["loss"] for run in runs[MEMORY]},
+            "peak_bytes": peak,
+            "used": round(peak / budget, 4) if budget else None,
+            "is_kept": peak <= budget if budget else None,
+            "same_loss": steps[-1]["loss"] == runs[MEMORY][-1]["loss"],
         }
-        row = results[way]
-        peak = format_bytes(row["peak_bytes"])
-        print(f"{way:<32} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {peak:>10}  {row['used']}")
+        line = f"{way:<32} {row['seconds']:6.2f} s  {row['ratio']:5.2f}  {format_bytes(peak):>10}  {row['used']}"
+        if f"{way}, {BYTES}" in runs:
+            over = ratios(steps, runs[f"{way}, {BYTES}"])
+            row["over_bytes"] = statistics.quantiles(over)
+            line += "  over by bytes {:.2f} ({:.2f} to {:.2f})".format(*(row["over_bytes"][i] for i in (1, 0, 2)))
+        print(line)
     about = {
         "machine": machine("cpu"),
-        **{name: getattr(args, name) for name in ("size", "rounds", "steps", "throttle")},
+        **{name: getattr(args, name) for name in ("size", "steps", "throttle")},
     }
     found = {**about, "results": results}
     pathlib.Path(args.json).write_text(json.dumps(found, indent=1) + "\n")

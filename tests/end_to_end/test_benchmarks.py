@@ -403,7 +403,7 @@ def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
 @pytest.mark.full_tier
 def test_a_budget_on_the_cpu_is_kept(out: pathlib.Path) -> None:
     figure = out.with_suffix(".svg")
-    found = written("fit", out, "--size", "small", "--rounds", "1", "--figure", str(figure))["results"]
+    found = written("fit", out, "--size", "small", "--steps", "32", "--figure", str(figure))["results"]
     assert all(row["same_loss"] for row in found.values())
     assert all(row["is_kept"] for row in found.values() if row["budget_bytes"])
     assert all(f">{name}<" in figure.read_text() for name in ("OnDisk", "torch selective checkpoints", "fit"))
