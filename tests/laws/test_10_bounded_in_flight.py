@@ -87,6 +87,25 @@ def test_a_backward_reads_ahead(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert any(is_read_ahead() for _ in range(5))
 
 
+def test_a_prefetch_takes_no_room_from_what_was_read_before_it(tmp_path: pathlib.Path) -> None:
+    """``Tiered`` asks for more than ``in_flight`` has room for, in the order in which backward reads."""
+    store = dh.OnDisk(tmp_path, in_flight=3 * X.nbytes)
+    disk, stats = store.open(), store.open().worker.stats
+    tickets = [disk.put(X + i) for i in range(6)]
+    disk.wait()
+    for ticket in tickets[:3]:
+        disk.prefetch(ticket)
+    assert soon(lambda: stats.read == 3 * X.nbytes)
+    for ticket in tickets[3:]:
+        disk.prefetch(ticket)
+    for i, ticket in enumerate(tickets):
+        assert torch.equal(disk.get(ticket), X + i)
+        disk.drop(ticket)
+    assert (stats.read, stats.in_vain) == (6 * X.nbytes, 0)
+    del tickets, ticket
+    assert clean(store)
+
+
 def orders(tickets: list) -> dict[str, list]:
     return {"reverse": tickets[::-1], "as put": tickets, "odd ones first": tickets[1::2] + tickets[::2]}
 

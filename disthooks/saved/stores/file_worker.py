@@ -198,7 +198,8 @@ class FileWorker(Shared[Entry]):
         group = entry.group
         with self._lock:
             if group is not None and entry.tensor is None and not entry.is_ahead and not entry.dropped:
-                self._ahead.plan(group, {group})
+                # Backward wants what was read ahead before this one, so nothing makes room for it.
+                self._ahead.plan(group, {group, *self._ahead.groups})
                 self._wake()
 
     def wait(self) -> None:
