@@ -49,8 +49,13 @@ aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
 SHARES = (0.9, 0.8, 0.7, 0.6)
 SETTLED = 28
-# Layers, width, batch, length, dropout. Without dropout attention saves no weights, and computing it again takes long.
-SIZES = {"full": (8, 384, 8, 256, 0.1), "small": (8, 128, 16, 128, 0.1), "long": (6, 256, 1, 2048, 0.0)}
+# Layers, width, batch, length, dropout, in_flight. Without dropout attention saves no weights, and computing it again
+# takes long.
+SIZES = {
+    "full": (8, 384, 8, 256, 0.1, "64 MiB"),
+    "small": (8, 128, 16, 128, 0.1, "64 MiB"),
+    "long": (6, 256, 1, 2048, 0.0, "16 MiB"),
+}
 
 
 def throttle(speed: float) -> None:
@@ -73,7 +78,7 @@ def throttle(speed: float) -> None:
 
 def train(way: str, budget: int, size: str, directory: str) -> None:
     """Train in this process: one step for each line that is read, whose seconds and peak are written as one line."""
-    layers, width, batch, length, dropout = SIZES[size]
+    layers, width, batch, length, dropout, in_flight = SIZES[size]
     if way.endswith(BYTES):
         Fitted._rates = lambda *_: None  # type: ignore[method-assign, assignment]
     dh.memory.release_promptly()
@@ -87,9 +92,9 @@ def train(way: str, budget: int, size: str, directory: str) -> None:
         contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
         model.layers = nn.ModuleList(CheckpointWrapper(layer, context_fn=contexts) for layer in model.layers)
     if way == DISK:
-        dh.save_activations(model, "*", dh.OnDisk(directory, in_flight="64 MiB"))
+        dh.save_activations(model, "*", dh.OnDisk(directory, in_flight=in_flight))
     elif budget:
-        dh.fit(model, budget, dh.OnDisk(directory, in_flight="64 MiB"))
+        dh.fit(model, budget, dh.OnDisk(directory, in_flight=in_flight))
     before = dh.memory.resident()
     for _ in sys.stdin:
         dh.memory.reset_peak_resident()
