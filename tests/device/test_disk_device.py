@@ -98,7 +98,8 @@ def test_what_is_not_written_comes_from_memory(gate: Gate, tmp_path: pathlib.Pat
     outgoing = ticket.entry.outgoing
     first = store.get(ticket)
     assert torch.equal(first.cpu(), tensor.cpu())
-    outgoing.wait()
+    if outgoing is not None:  # on a busy machine the worker has waited for it before this test looks
+        outgoing.wait()
     back = store.get(ticket)
     assert back.device == tensor.device
     assert back.data_ptr() != tensor.data_ptr()
