@@ -81,7 +81,9 @@ class Rates:
     def corners(self) -> tuple[float, ...]:
         """The bytes at which moving begins to cost more."""
         here = [seconds / pace for seconds, pace in self._hidden() if 0 < pace < math.inf]
-        beyond = () if self.then is None else (self.room + corner for corner in self.then.corners())
+        if self.then is None:  # all bytes move here
+            return (0.0, *here)
+        beyond = (self.room + corner for corner in self.then.corners())
         return (0.0, *(corner for corner in here if corner < self.room), *beyond)
 
     def _hidden(self) -> Iterator[tuple[float, float]]:

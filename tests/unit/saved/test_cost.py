@@ -45,6 +45,7 @@ def test_what_does_not_fit_into_the_host_moves_to_the_disk_beside_it() -> None:
     assert both.moving(15) == 6, "no more of backward than of it"
     assert both.moving(25) == 6 + 10, "ten bytes on the disk take 20 seconds, of which ten are hidden"
     assert both.corners() == (0.0, 9.0, 15.0, 20.0, 35.0)
+    assert Rates(10.0, 20.0, out=1.0, back=1.0, room=15.0).corners() == (0.0, 10.0, 20.0), "there is no other place"
 
 
 class Step:
