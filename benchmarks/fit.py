@@ -8,13 +8,13 @@ it trains without a budget, and under the same budgets: by the seconds that ``fi
 long as it knows no seconds. A peer is torch's selective checkpoint, which keeps the results of matrix products.
 ``--throttle 200`` makes the disk as slow as that many MB/s, each way.
 
-Each way is a process of its own, because resident memory is of a process. All of them live at once (13 GiB at full
-size) and take turns step by step, each turn in an order of its own, because the steps of one process drift by a third
-within minutes on a shared machine. Of each process the peaks of all steps count, and the seconds of those after the
-28th, when ``fit`` has found its limit and has kept or given up its mixture. Ratios are of two steps of the same turn.
-Their medians are printed and written as JSON, by seconds over by bytes with the middle half of the turns, and drawn as
-SVG with ``--figure``. All ways run with ``disthooks.memory.release_promptly()``, without which memory that was freed
-stays resident.
+Each way is a process of its own, because resident memory is of a process. All of them live at once (16 processes of 0.7
+to 1.4 GiB at full size) and take turns step by step, each turn in an order of its own, because the steps of one process
+drift by a third within minutes on a shared machine. Of each process the peaks of all steps count, and the seconds of
+those after the 28th, when ``fit`` has found its limit and has kept or given up its mixture. Ratios are of two steps of
+the same turn. Their medians are printed and written as JSON, by seconds over by bytes with the middle half of the
+turns, and drawn as SVG with ``--figure``. All ways run with ``disthooks.memory.release_promptly()``, without which
+memory that was freed stays resident.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < SETTLED + 2:
+        parser.error(f"--steps {args.steps}: the first {SETTLED} are not timed, and two others are needed at least")
     if args.one:
         if args.throttle:
             throttle(1e6 * args.throttle)

@@ -20,9 +20,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -111,17 +112,6 @@ class Outlook(NamedTuple):
     slower: float
 
 
-class _Choice(NamedTuple):
-    """What the last choice by seconds was made from: a step took ``step`` seconds; its mixture adds ``seconds``."""
-
-    kinds: list[Kind]
-    excess: float
-    rates: Rates
-    seconds: float
-    limit: int
-    step: float
-
-
 class ComputedAgain:
     """What a model computes again in each round, from one forward with gradients on to the next.
 
@@ -147,7 +137,7 @@ class ComputedAgain:
     def __init__(self, watch: Stopwatch | None = None) -> None:
         self.droppable, self.layers, self.nbytes = Droppable(watch=watch), CheckpointedLayers(None, ()), 0
         self.off = 0
-        self._choice: _Choice | None = None
+        self._outlook: Callable[[], Outlook] | None = None
         self.kinds: tuple[Kind, ...] = ()
         self._is_all = True  # whether Recompute may drop all that it can in the round that is under way
         self._sizes: dict[int, _Size] = {}
@@ -162,12 +152,7 @@ class ComputedAgain:
     @property
     def outlook(self) -> Outlook | None:
         """What another budget would change; None while no seconds are known."""
-        if self._choice is None or self._choice.limit < _OTHER:
-            return None
-        kinds, excess, rates, seconds, limit, step = self._choice
-        other = limit // _OTHER
-        less, more = (cheapest(kinds, max(0.0, excess + nbytes), rates).seconds for nbytes in (-other, other))
-        return Outlook(other, (seconds - less) / step, (more - seconds) / step)
+        return None if self._outlook is None else self._outlook()
 
     def choose(self, size: int, limit: int, rates: Rates | None = None, is_going_on: bool = False) -> bool:
         """Decide for a round of inputs of ``size`` with so many bytes of saved tensors, and switch Recompute.
@@ -204,8 +189,8 @@ class ComputedAgain:
 
         Returns what :meth:`_allowed` does, and whether seconds have made the change.
         """
-        everything = known.saved + sum(kind.nbytes for kind in self._kinds(known, 1.0, None))
-        if abs(limit - steps.limit) > _NEAR * everything:
+        untimed = self._kinds(known, 1.0, None)
+        if abs(limit - steps.limit) > _NEAR * (known.saved + sum(kind.nbytes for kind in untimed)):
             steps.seconds.clear()
         steps.limit = limit
         if steps.before is not None and len(steps.seconds) > _COMPARED:  # the first step makes the plan of the store
@@ -217,14 +202,15 @@ class ComputedAgain:
         kinds = self._kinds(known, 1.0, watch)
         steps.is_timed = watch is not None and all(kind.seconds > 0 for kind in kinds)
         if rates is None or not steps.is_timed:
-            kinds, rates, worth = self._kinds(known, 1.0, None), _UNKNOWN, _WORTH * limit
-            self._choice = None
+            kinds, rates, worth = untimed, _UNKNOWN, _WORTH * limit
+            self._outlook = None
         else:
             worth = _WORTH * steps.median() if is_settled else math.inf
         excess = _excess(kinds, known.saved, limit)
         best = cheapest(kinds, excess, rates)
-        if steps.is_timed and is_settled:
-            self._choice = _Choice(kinds, excess, rates, best.seconds, limit, steps.median())
+        if steps.is_timed and is_settled and limit >= _OTHER:
+            step = steps.median()
+            self._outlook = functools.partial(_outlook, kinds, excess, rates, best.seconds, limit // _OTHER, step)
         is_known = known.again.keys() == best.again.keys()
         if is_known and seconds_of(kinds, known.again, excess, rates) <= best.seconds + worth:
             best = Mixture(known.again, 0.0)
@@ -308,6 +294,12 @@ class ComputedAgain:
             for (name, _, nbytes, amount), pace in zip(amounts, paces, strict=True)
         )
         return known.layer if off else 0
+
+
+def _outlook(kinds: Sequence[Kind], excess: float, rates: Rates, seconds: float, other: int, step: float) -> Outlook:
+    """The outlook beside a choice that adds so many ``seconds`` to a step, which takes ``step`` seconds with them."""
+    less, more = (cheapest(kinds, max(0.0, excess + nbytes), rates).seconds for nbytes in (-other, other))
+    return Outlook(other, (seconds - less) / step, (more - seconds) / step)
 
 
 def _excess(kinds: Sequence[Kind], saved: float, limit: int) -> float:

@@ -129,7 +129,7 @@ class _Round:
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
         peak: the most bytes in use in it, as far as it was read.
         counted: the peak when ``highest`` was counted last.
-        highest: the most bytes that would have been in use if stores had had as much on its way as they may.
+        highest: the most bytes that would have been in use if stores had had as many bytes in flight as they may.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether its peak is known: an evaluation has followed, a forward without gradients after the
             optimizer's step; or another attachment has started a round, and no saved tensor of this one was alive.
@@ -342,9 +342,9 @@ class Fitted(Attachment):
             self._round.peak = max(self._round.peak, self._memory.peak())
 
     def _count_spare(self, round_: _Round) -> None:
-        """Note how high the peak would have been on a slower disk, with as much on its way as a store may have.
+        """Note how high the peak would have been on a slower disk, with as many bytes in flight as a store may have.
 
-        Forward and backward are counted apart. What is read ahead in backward says nothing of the end of forward.
+        It is called at the end of forward and of backward: bytes that backward reads ahead are not there in forward.
         """
         moved = self._saved().moved - round_.before.moved if self._workers else 0
         spare = sum(worker.spare(moved) for worker in self._workers)
