@@ -132,7 +132,8 @@ class Training:
 def in_turns(ways: dict[str, int], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The steps of each way, which took turns."""
     dice, trainings = random.Random(0), {way: Training(way, budget, args) for way, budget in ways.items()}
-    for _ in range(args.steps):
+    for turn in range(args.steps):
+        print(f"turn {turn + 1} of {args.steps}", file=sys.stderr, flush=True)
         for training in dice.sample([*trainings.values()], len(trainings)):
             training.step()
     for training in trainings.values():
