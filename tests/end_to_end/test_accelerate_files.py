@@ -6,7 +6,6 @@ same for all, and hooks.yaml too.
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from tests.support.jobs.folder import as_the_truth, command, folder
 
 pytestmark = pytest.mark.dist
-FULL = pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set")
 
 
 @pytest.mark.full_tier(name=("ddp", "fsdp1", "zero1", "zero2", "zero3"))
@@ -33,7 +31,8 @@ def test_accelerate_launch(tmp_path: pathlib.Path, name: str) -> None:
         as_the_truth(made)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
+@pytest.mark.full_tier
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_deepspeed_launcher(tmp_path: pathlib.Path, stage: int) -> None:
     pytest.importorskip("deepspeed")
     with folder(tmp_path) as made:

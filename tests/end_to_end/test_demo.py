@@ -59,7 +59,7 @@ def demo() -> Iterator[Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.full_tier(engine=("ddp",))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("engine", ENGINES)
 def test_saved_tensors_leave_memory_and_the_losses_keep_their_bits(demo: Any, engine: str) -> None:
     without, saved = demo(engine, "never").rows("steps.jsonl"), demo(engine, "always").rows("steps.jsonl")

@@ -49,7 +49,7 @@ def _killed(file: pathlib.Path, seconds: float) -> int:
 
 @pytest.mark.slow
 @pytest.mark.full_tier(runs=(20,))
-@pytest.mark.parametrize("runs", [6, 20])
+@pytest.mark.parametrize("runs", [3, 20])
 def test_a_run_that_is_killed_misses_at_most_one_step(runs: int, tmp_path: pathlib.Path) -> None:
     chance = random.Random(runs)
     for number in range(runs):

@@ -188,6 +188,7 @@ for page, line, text in json.load(sys.stdin):
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(page=("docs/integrations/loops.md",))  # it compiles
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page not in ("README.md", "docs/guides/diverged.md") and _run(page, "python")]
 )
@@ -329,9 +330,10 @@ WEIGHT = """if step == 203:
             WEIGHT,
             r"Steps 201 to 210 on rank 1: the output of layers.1.linear1 jumped to .* after step 299 showed that ",
         ),
-        (
+        pytest.param(
             "time.sleep(0.3 if step >= 240 else 0)",
             r"Steps? (231 to )?240 on rank 1: its input takes .*: the rank is slow",
+            marks=pytest.mark.full_tier,
         ),
     ],
 )

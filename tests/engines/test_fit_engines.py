@@ -183,7 +183,7 @@ def test_each_rank_switches_checkpoints_off_by_itself(
     assert wide == layers
 
 
-@pytest.mark.full_tier(engine=("ddp",))
+@pytest.mark.full_tier(engine=("ddp", "ddp, joined"))
 @pytest.mark.parametrize(("engine", "layers"), [("ddp", 8), ("ddp, joined", 4), ("fsdp2 inside", 4)])
 def test_each_rank_chooses_by_its_own_seconds(engine: str, layers: int, ranks: Ranks, tmp_path: pathlib.Path) -> None:
     """Where moving costs nothing, no checkpoint is on that can be off, on the rank with little room either."""

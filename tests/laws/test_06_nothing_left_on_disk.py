@@ -170,7 +170,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.second_tier
+@pytest.mark.full_tier
 def test_a_model_that_memory_has_no_room_for_trains(tmp_path: pathlib.Path) -> None:
     """The model trains under a memory limit at which it fails without disthooks, and gives the same numbers."""
     if not hasattr(ctypes.CDLL(None), "mallopt"):

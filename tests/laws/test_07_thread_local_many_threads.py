@@ -118,6 +118,7 @@ def train(seed: int, steps: int, store: object | None, check: Callable[[], objec
 
 
 @pytest.mark.first_tier(kind=("copies",))
+@pytest.mark.full_tier(kind=("disk",))
 @pytest.mark.parametrize("kind", ["disk", "copies"])
 def test_thirty_two_threads_share_one_store(kind: str, tmp_path: pathlib.Path) -> None:
     """Models of every kind: each thread gets, bit for bit, what it gets alone and without hooks.
