@@ -114,7 +114,7 @@ class Run:
         random.seed(0)
         make, x = {**CASES, **CHECKPOINTED}[case]
         self.model, self.x, self.device = make().to(device), x.to(device), device
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.peaks: list[int] = []
 
     def step(self, x: torch.Tensor | None = None) -> None:
@@ -279,7 +279,7 @@ def test_a_configuration_keeps_a_budget_with_several_entries(device: torch.devic
 
 def test_a_budget_that_nothing_can_keep_is_an_error_that_says_how_much_is_missing(device: torch.device) -> None:
     run = Run("resnet", device)
-    with dh.fit(run.model, "9 MiB"):
+    with dh.fit(run.model, "12 MiB"):
         run.step()
         with pytest.raises(UsageError, match=r"needed .* MiB on .* with every saved tensor moved, .* more than"):
             run.step()
@@ -394,7 +394,7 @@ def test_a_forward_without_gradients_is_part_of_the_step_that_it_stands_in(
         assert all(torch.equal(p.cpu(), q) for p, q in zip(run.model.parameters(), weights, strict=True))
     del run, fitted
     run = Run("decoder", device)
-    with dh.fit(run.model, int(0.18 * max(plain.peaks))):
+    with dh.fit(run.model, int(0.25 * max(plain.peaks))):
         with_a_metric(run, is_before_backward)
         with pytest.raises(UsageError, match="with every saved tensor moved"):
             with_a_metric(run, is_before_backward)
@@ -502,8 +502,8 @@ def test_a_configuration_saves_and_restores_what_was_learnt(device: torch.device
         assert run.peaks[0] <= 24 << 20
 
 
-# Of the peak of a step with all checkpoints on; with all off a step needs up to 3.6 times as much.
-MORE = {"wrapped": (1.0, 1.5, 2.0, 2.5, 5.0), "branches in checkpoints": (1.1, 3.0), "llama": (1.0, 1.5, 2.5, 4.0)}
+# Of the peak of a step with all checkpoints on; with all off a step needs 2.8 to 3.2 times as much, the branches 2.
+MORE = {"wrapped": (1.0, 1.5, 2.0, 2.5, 4.0), "branches in checkpoints": (1.1, 3.0), "llama": (1.0, 1.5, 2.5, 4.0)}
 
 
 @pytest.fixture
@@ -632,7 +632,7 @@ def test_checkpoints_that_are_off_use_the_budget(device: torch.device, free: dic
     with dh.fit(run.model, budget) as fitted:
         for _ in range(2 * STEPS):
             run.step()
-        assert 0.7 * budget <= run.peaks[-1] <= max(run.peaks) <= budget
+        assert 0.75 * budget <= run.peaks[-1] <= max(run.peaks) <= budget
         assert fitted.report().missing == 0
         state = fitted.state_dict()
     del run, fitted

@@ -43,8 +43,7 @@ class Training:
         gc.collect()
         torch.manual_seed(0)
         self.model, self.other = Decoder().to(device), Decoder().to(device)
-        models = (self.model, self.other)
-        self.optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3, momentum=0.9) for each in models]
+        self.optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (self.model, self.other)]
         self.inputs = torch.randn(8, 64, 8, generator=torch.Generator().manual_seed(1)).to(device)
         self.lengths, self.peaks = random.Random(0), [0]
 

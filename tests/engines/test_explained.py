@@ -212,8 +212,8 @@ def compare(case: str, real: list[list[dict[str, Any]]], ranks: Sequence[int]) -
             assert least[parts[part]] <= nbytes <= least[parts[part]] + spare, f"rank {rank}, {part}"
 
 
-#: One of each engine; the others have other options, or are ways of an engine that is here.
-OFTEN = {"ddp", "fsdp1", "fsdp2", "tp", "zero3"}
+#: One of each engine; the others have other options. Law 19 has models without an engine.
+OFTEN = {"ddp", "fsdp1", "fsdp2", "hsdp", "tp", "zero2", "zero3"}
 
 
 @pytest.mark.full_tier(case=tuple(CASES.keys() - OFTEN))
