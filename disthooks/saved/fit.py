@@ -24,7 +24,8 @@
 #   becomes larger, the limit shrinks within it.
 # - Two models on one device (a GAN) have a budget each, of the same memory. What the other one keeps lies there when a
 #   round starts, or is a part of what the round needs. When a round of the other one starts, and no saved tensor of
-#   this one is alive, the peak of this one is known: what comes later does not depend on its limit.
+#   this one is alive, the peak of this one is known: what comes later does not depend on its limit. What is on its way
+#   from the device and back counts under the limits of both, because it may be gone at the peak.
 # - What the model computes again is decided with the same limit; see [Note: what is computed again].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
@@ -123,7 +124,7 @@ class _Round:
         size: how many those of all its forwards have, so far.
         expected: how many they may have in the end.
         is_first: whether no backward has added to gradients since an optimizer's step.
-        begin: bytes in use when it started, without those on their way to and from files.
+        begin: bytes in use when it started, without those on their way: they count under the limit, or as needed.
         before: what the attachments had done with saved tensors before.
         started: when it started: by the host's clock, and by the computation's.
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
@@ -189,7 +190,8 @@ class Fitted(Attachment):
         super().__init__()
         self._parts, self._tiers, self._device = parts, [each.open() for each in tiers], device
         self._budget = budget or 0
-        self._near = cast(OnDevice, tiers[0].stores[0]).budget
+        self._first = cast(OnDevice, tiers[0].stores[0]).open()
+        self._near = self._first.budget
         self._near.set_limit(0)
         self._memory = _Memory(device)
         # What a round needed beside saved tensors and what lay there before: by its size and whether it was the first
@@ -212,6 +214,10 @@ class Fitted(Attachment):
         for worker in self._workers:
             worker.frees_idle_for.add(self)  # idle memory would come and go with the speed of the disk
             self.on_remove(functools.partial(worker.frees_idle_for.discard, self))
+        for other in _at_work:
+            if other._device == device:
+                self._first.below.update(other._first.below)
+                other._first.below.update(self._first.below)
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
@@ -293,7 +299,9 @@ class Fitted(Attachment):
         started = time.perf_counter(), self._watch.now()
         for worker in self._workers:
             worker.spare(0)  # it counts from here on; what is in memory now is a part of what could be
-        begin = self._memory.in_use() - sum(worker.buffers.most for worker in self._workers)
+        on_its_way = sum(store.device_bytes(self._device) for store in self._first.below.values())
+        on_its_way += sum(worker.buffers.most for worker in self._workers)
+        begin = self._memory.in_use() - on_its_way
         self._round = _Round(size, size, expected, is_first, begin, saved, started)
         for tiers in self._tiers:
             tiers.most.clear()
