@@ -50,13 +50,11 @@ PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
 SHARES = (0.9, 0.8, 0.7, 0.6)
 SETTLED = 28
 # Layers, width, batch, length, dropout, in_flight. Without dropout attention saves no weights, and computing it again
-# takes long. The wider a layer is, the longer it takes to compute its bytes again: as many operations for each byte as
-# half its width.
+# takes long.
 SIZES = {
     "full": (8, 384, 8, 256, 0.1, "64 MiB"),
     "small": (8, 128, 16, 128, 0.1, "64 MiB"),
     "long": (6, 256, 1, 2048, 0.0, "16 MiB"),
-    "wide": (4, 768, 8, 64, 0.1, "16 MiB"),
 }
 
 
