@@ -456,7 +456,10 @@ class Fitted(Attachment):
         if not sizes:
             return math.inf
         like, growth = nearest_size(round_.expected, sizes)
-        return max(*self._needs[like, is_first].values(), self._least.get((like, is_first), 0)) * growth
+        # Resident memory may be larger for smaller inputs: glibc returns what large tensors lay in, and keeps the rest.
+        likes = [size for size in sizes if size <= like] if self._device.type == "cpu" else [like]
+        known = [(self._needs[size, is_first], self._least.get((size, is_first), 0)) for size in likes]
+        return max(max(*needs.values(), least) for needs, least in known) * growth
 
 
 _at_work: weakref.WeakSet[Fitted] = weakref.WeakSet()
