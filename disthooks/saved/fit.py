@@ -190,8 +190,8 @@ class Fitted(Attachment):
         super().__init__()
         self._parts, self._tiers, self._device = parts, [each.open() for each in tiers], device
         self._budget = budget or 0
-        self._first = cast(OnDevice, tiers[0].stores[0]).open()
-        self._near = self._first.budget
+        self._on_device = cast(OnDevice, tiers[0].stores[0]).open()
+        self._near = self._on_device.budget
         self._near.set_limit(0)
         self._memory = _Memory(device)
         # What a round needed beside saved tensors and what lay there before: by its size and whether it was the first
@@ -216,8 +216,8 @@ class Fitted(Attachment):
             self.on_remove(functools.partial(worker.frees_idle_for.discard, self))
         for other in _at_work:
             if other._device == device:
-                self._first.below.update(other._first.below)
-                other._first.below.update(self._first.below)
+                self._on_device.below.update(other._on_device.below)
+                other._on_device.below.update(self._on_device.below)
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
@@ -299,7 +299,7 @@ class Fitted(Attachment):
         started = time.perf_counter(), self._watch.now()
         for worker in self._workers:
             worker.spare(0)  # it counts from here on; what is in memory now is a part of what could be
-        on_its_way = sum(store.device_bytes(self._device) for store in self._first.below.values())
+        on_its_way = sum(store.device_bytes(self._device) for store in self._on_device.below.values())
         on_its_way += sum(worker.buffers.most for worker in self._workers)
         begin = self._memory.in_use() - on_its_way
         self._round = _Round(size, size, expected, is_first, begin, saved, started)
