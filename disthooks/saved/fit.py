@@ -24,8 +24,8 @@
 #   becomes larger, the limit shrinks within it.
 # - Two models on one device (a GAN) have a budget each, of the same memory. What the other one keeps lies there when a
 #   round starts, or is a part of what the round needs. When a round of the other one starts, and no saved tensor of
-#   this one is alive, the peak of this one is known: what comes later does not depend on its limit. What is on its way
-#   from the device and back counts under the limits of both, because it may be gone at the peak.
+#   this one is alive, the peak of this one is known: what comes later does not depend on its limit. Copies that are
+#   under way when a round starts may be over at its peak, so they count under the limits of both models (decision 212).
 # - What the model computes again is decided with the same limit; see [Note: what is computed again].
 #
 # No choice changes a number: each rank may find another limit, and gradients are the same bits. The hooks on the model
@@ -124,7 +124,7 @@ class _Round:
         size: how many those of all its forwards have, so far.
         expected: how many they may have in the end.
         is_first: whether no backward has added to gradients since an optimizer's step.
-        begin: bytes in use when it started, without those on their way: they count under the limit, or as needed.
+        begin: bytes in use when it started, without those of copies that were under way, which count under the limit.
         before: what the attachments had done with saved tensors before.
         started: when it started: by the host's clock, and by the computation's.
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
@@ -299,9 +299,9 @@ class Fitted(Attachment):
         started = time.perf_counter(), self._watch.now()
         for worker in self._workers:
             worker.spare(0)  # it counts from here on; what is in memory now is a part of what could be
-        on_its_way = sum(store.device_bytes(self._device) for store in self._on_device.below.values())
-        on_its_way += sum(worker.buffers.most for worker in self._workers)
-        begin = self._memory.in_use() - on_its_way
+        under_way = sum(store.device_bytes(self._device) for store in self._on_device.below.values())
+        under_way += sum(worker.buffers.most for worker in self._workers)
+        begin = self._memory.in_use() - under_way
         self._round = _Round(size, size, expected, is_first, begin, saved, started)
         for tiers in self._tiers:
             tiers.most.clear()
@@ -456,7 +456,7 @@ class Fitted(Attachment):
         if not sizes:
             return math.inf
         like, growth = nearest_size(round_.expected, sizes)
-        # Resident memory may be larger for smaller inputs: glibc returns what large tensors lay in, and keeps the rest.
+        # Smaller inputs may need more resident memory: glibc keeps the memory of small tensors (decision 213).
         likes = [size for size in sizes if size <= like] if self._device.type == "cpu" else [like]
         known = [(self._needs[size, is_first], self._least.get((size, is_first), 0)) for size in likes]
         return max(max(*needs.values(), least) for needs, least in known) * growth

@@ -49,7 +49,7 @@ def test_what_a_round_needs_does_not_depend_on_the_speed_of_the_disk(
 
 
 def test_a_size_needs_as_much_as_any_smaller_one(tmp_path: pathlib.Path) -> None:
-    """glibc keeps the memory of tensors below 1 MiB, so smaller inputs may need more resident memory than larger."""
+    """glibc keeps the memory of small tensors, so smaller inputs may need more resident memory than larger ones."""
     memory.release_promptly()
     model = nn.Linear(8, 8)
     with dh.fit(model, memory.resident() + 1024 * MIB, dh.OnDisk(tmp_path)) as fitted:
