@@ -1,6 +1,6 @@
-"""Spikes that are induced in the training of a GPT, what each rule makes of them, and which alarm comes first.
+"""Spikes that are induced in the training of a GPT, and what each rule makes of them.
 
-    make bench NAME=spikes                   # or: python benchmarks/spikes.py --seeds 10 --clean 10000 --jobs 2
+    make bench NAME=spikes                   # or: python benchmarks/spikes.py --seeds 10 --jobs 2
 
 A GPT of a million parameters is trained on text (the sources of Python's standard library, as bytes) by AdamW, one
 training after the other. In each training one fault happens, at a step that the seed draws:
@@ -14,9 +14,6 @@ Each training runs under every rule. Two figures come of each. The spike score i
 the mean of the 128 before by six standard deviations, as in OLMo's monitor. The loss is that on the same few windows of
 held-out text before each step: a training batch of 256 bytes would hide a spike in its noise. The other figure is the
 loss on 256 such windows at the end, less that of the training without a fault and without a rule.
-
-The alarm is the limit of ``ClipUpdate``, on the updates of the trainings without a rule. It has come first if it is at
-least one step before the first loss that is a spike. Trainings without a fault count alarms that nothing caused.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.grads.rules.history import History
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "demo"))
@@ -46,13 +42,11 @@ sys.path.insert(0, str(ROOT / "demo"))
 CONTEXT, BATCH = 32, 8
 STEPS, WARMUP, RATE = 240, 30, 1e-2
 KINDS = ("batch", "rate", "bits")
-CLEAN = 1000  # seeds from here on are of trainings without a fault, in which false alarms are counted
 RULES: dict[str, Any] = {
     "nothing": lambda: [],
     "ClipNorm": lambda: [dh.SkipNonFinite(), dh.ClipNorm(1.0)],
     "ZClip": lambda: [dh.SkipNonFinite(), dh.ClipZScore()],
     "AdaGC": lambda: [dh.SkipNonFinite(), dh.AdaGC()],
-    "ClipUpdate": lambda: [dh.SkipNonFinite(), dh.ClipUpdate()],
     "SkipSpike": lambda: [dh.SkipNonFinite(), dh.SkipSpike()],
 }
 
@@ -115,14 +109,14 @@ def flipped(grad: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def run(training: Training) -> dict[str, Any]:
-    """The losses and the norms of updates of one training, and its loss on held-out text."""
+    """The losses of one training, and its loss on held-out text."""
     from text import batch, fixed_starts, load, windows
 
     torch.set_num_threads(1)
     torch.manual_seed(training.seed)
     text, model = load(), Gpt(training.layers, training.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.1, foreach=True)
-    now, losses, updates = [0], list[float](), list[float]()
+    now, losses = [0], list[float]()
     held_out = windows(text.held_out, fixed_starts(text.held_out, BATCH, CONTEXT), CONTEXT)
     where = model.blocks[random.Random(training.seed + 1).randrange(training.layers)]
 
@@ -131,9 +125,7 @@ def run(training: Training) -> dict[str, Any]:
             output.register_hook(lambda grad: flipped(grad, training.seed))
 
     where.register_forward_hook(flip)
-    options: Any = {"stats": [dh.stats.Updates(), dh.stats.Loss()], "every": 1}
-    sink = lambda record: updates.append(record.get("update_norm", math.nan))  # noqa: E731
-    with dh.gradients(model, optimizer, rules=RULES[training.rule](), sinks=[sink], **options) as watch:
+    with dh.gradients(model, optimizer, rules=RULES[training.rule](), stats=[dh.stats.Loss()], every=1) as watch:
         for step in range(training.steps):
             now[0] = step
             tokens, targets = batch(text.train, BATCH, CONTEXT, training.seed, step, 0)
@@ -153,7 +145,7 @@ def run(training: Training) -> dict[str, Any]:
     with torch.no_grad():
         starts = fixed_starts(text.held_out, 256, CONTEXT)
         final = float(model(*windows(text.held_out, starts, CONTEXT)))
-    return {"training": training, "losses": losses, "updates": updates, "held_out": final}
+    return {"training": training, "losses": losses, "held_out": final}
 
 
 def spikes(losses: list[float]) -> list[int]:
@@ -168,26 +160,11 @@ def spikes(losses: list[float]) -> list[int]:
     return found
 
 
-def alarms(updates: list[float]) -> list[int]:
-    """The steps whose update is above the limit of ``ClipUpdate``, as the rule computes it."""
-    rule = dh.ClipUpdate()
-    history, state = History(rule.window, rule.least, rule.sigmas or 0.0), {}
-    state = history.start("update", (), torch.device("cpu"))
-    found = []
-    for step, norm in enumerate(torch.tensor(updates, dtype=torch.float64)):
-        limit = history.limit(state, "update", rule.tolerance)
-        if not norm <= limit:
-            found.append(step)
-        history.push(state, "update", torch.minimum(norm, limit), norm.isfinite() & (norm > 0))
-    return found
-
-
 def result(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures: for each fault and rule, and of the alarm."""
+    """The figures for each fault and rule."""
     of = {found_of["training"][:3]: found_of for found_of in found}
     rows: dict[str, dict[str, dict[str, float]]] = collections.defaultdict(dict)
     seeds = sorted({seed for kind, _, seed in of if kind})
-    leads: list[int | None] = []
     for kind in KINDS:
         for rule in RULES:
             scores, excess = [], []
@@ -202,27 +179,7 @@ def result(found: list[dict[str, Any]]) -> dict[str, Any]:
                 "held_out_loss_added": round(statistics.fmean(finite), 4),
                 "held_out_loss_added_most": round(max(finite), 4),
             }
-        for seed in seeds:
-            each = of[kind, "nothing", seed]
-            first = [step for step in spikes(each["losses"]) if step >= each["training"].at]
-            rung = [step for step in alarms(each["updates"]) if step >= each["training"].at]
-            if first:
-                leads.append(first[0] - rung[0] if rung else None)
-    before = [lead for lead in leads if lead is not None]
-    clean = [each for each in found if each["training"].kind == "" and each["training"].seed >= CLEAN]
-    early = sum(lead is not None and lead >= 1 for lead in leads)
-    false = sum(len(alarms(each["updates"])) for each in clean)
-    return {
-        "faults": rows,
-        "alarm": {
-            "spikes_of_the_loss": len(leads),
-            "alarm_at_least_one_step_before": early,
-            "share": round(early / len(leads), 4) if leads else None,
-            "median_steps_before": statistics.median(before) if before else None,
-            "clean_steps": sum(len(each["losses"]) for each in clean),
-            "false_alarms": false,
-        },
-    }
+    return {"faults": rows}
 
 
 def draw(found: dict[str, Any], file: pathlib.Path) -> None:
@@ -260,7 +217,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=100)  # the rule's defaults were chosen on seeds 0 to 9
-    parser.add_argument("--clean", type=int, default=10_000, help="steps without a fault, to count false alarms")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -270,9 +226,6 @@ def main() -> None:
     seeds, size = range(options.first_seed, options.first_seed + options.seeds), (options.layers, options.width)
     work = [Training(kind, rule, seed, STEPS, *size) for kind in KINDS for rule in RULES for seed in seeds]
     work += [Training("", "nothing", seed, STEPS, *size) for seed in seeds]
-    parts = max(1, math.ceil(options.clean / 1000))
-    clean = range(CLEAN + options.first_seed, CLEAN + options.first_seed + parts) if options.clean else ()
-    work += [Training("", "nothing", seed, options.clean // parts, *size) for seed in clean]
     found = []
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for each in pool.imap_unordered(run, work):
@@ -282,7 +235,6 @@ def main() -> None:
     for kind, rows in told["faults"].items():
         for rule, row in rows.items():
             print(f"{kind:6s} {rule:11s} {row}")
-    print(told["alarm"])
     model = sum(parameter.numel() for parameter in Gpt(*size).parameters())
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     settings = {"parameters": model, "seeds": options.seeds, "steps": STEPS, "rate": RATE, **machine}

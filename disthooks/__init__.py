@@ -70,9 +70,8 @@ if TYPE_CHECKING:
     from disthooks.grads.rules.base import only
     from disthooks.grads.rules.clip import ClipNorm, ClipValue
     from disthooks.grads.rules.elementwise import Noise, Sanitize, Scale
-    from disthooks.grads.rules.skip import Freeze, SkipNonFinite
+    from disthooks.grads.rules.skip import SkipNonFinite
     from disthooks.grads.rules.spike import SkipSpike
-    from disthooks.grads.rules.update import ClipUpdate
     from disthooks.predict.explain import explain
     from disthooks.report.watch.blame import blame
     from disthooks.report.watch.features import features
@@ -97,12 +96,10 @@ __all__ = [
     "ClipAdaptive",
     "ClipNorm",
     "ClipPercentile",
-    "ClipUpdate",
     "ClipValue",
     "ClipZScore",
     "Compact",
     "Compress",
-    "Freeze",
     "Functions",
     "Noise",
     "OnCpu",

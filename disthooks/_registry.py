@@ -276,7 +276,6 @@ _ELSEWHERE = {
     "zclip": "ClipZScore",
     "clipgradnorm": "ClipNorm",
     "clipgradvalue": "ClipValue",
-    "clipupdatenorm": "ClipUpdate",
     "skipstep": "SkipSpike",
 }
 

@@ -254,8 +254,6 @@ class Engine:
             step in such a hook.
         has_other_parts: whether there are other models, or other ranks with models of their own.
         has_named_state: whether the optimizer keeps its state by parameter, not by partition.
-        can_exclude_parameters: whether single parameters can be left out of a step (``skip.exclude_from_step``).
-        can_change_update: whether the parameters in memory after a step are those that the optimizer goes on with.
     """
 
     label: ClassVar[str] = "a plain module"
@@ -264,8 +262,6 @@ class Engine:
     reduces_late: ClassVar[bool] = False
     has_other_parts: bool = False
     has_named_state: bool = True
-    can_exclude_parameters: bool = True
-    can_change_update: bool = True
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
         self.model, self.ranks, self.position = model, tuple(ranks), position

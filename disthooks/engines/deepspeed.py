@@ -40,7 +40,6 @@ from disthooks._match import is_of_class, unwrap_engine
 from disthooks._registry import register
 from disthooks.engines.base import Engine, Part, Removable, Shard, Sharding
 from disthooks.engines.optimizer_step import BeforeStep, CallbackHandle, OnRepeat
-from disthooks.engines.skip import end_step, remove_excluded
 from disthooks.errors import AttachError
 
 _STEP = "_take_model_step"
@@ -77,8 +76,7 @@ class DeepSpeed(Engine):
             ) from error
         self._engine, self._group = engine, engine.seq_data_parallel_group
         # Torch's own optimizer holds the parameters of the model; every other one holds partitions without names.
-        is_plain = type(self._partitions) is Partitions
-        self.can_exclude_parameters = self.has_named_state = self.can_change_update = is_plain
+        self.has_named_state = type(self._partitions) is Partitions
         ranks = dist.get_process_group_ranks(self._group)
         super().__init__(unwrap_engine(model), ranks, dist.get_rank(self._group))
 
@@ -207,7 +205,7 @@ class DeepSpeedStep:
         """Run ``early`` and ``late``, make or skip the step, and run ``after``."""
         if not (self.early or self.late or self.after):
             return self._true(*args, **kwargs)
-        with self._skipping() if self._should_skip() else self._excluding():
+        with self._skipping() if self._should_skip() else contextlib.nullcontext():
             result = self._true(*args, **kwargs)
         for run in list(self.after):
             run()
@@ -260,20 +258,6 @@ class DeepSpeedStep:
             _restore(optimizer, "step", replaced)
             if not has_overflow:
                 optimizer.__dict__.pop("overflow", None)
-
-    @contextlib.contextmanager
-    def _excluding(self) -> Iterator[None]:
-        """Inside, torch's own optimizer lacks the excluded parameters. Their gradients are set to zero at the end."""
-        if type(self._partitions) is not Partitions:
-            yield
-            return
-        optimizer = self._engine.basic_optimizer
-        remove_excluded(optimizer)
-        try:
-            yield
-        finally:
-            end_step(optimizer)
-            self._engine.zero_grad()
 
 
 def scaler_of(engine: Any) -> Any:

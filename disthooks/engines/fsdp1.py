@@ -273,8 +273,6 @@ class Fsdp1(Engine):
                     "have each element; give them all the same process_group or device_mesh"
                 )
         super().__init__(model, one.ranks, one.ranks.index(dist.get_rank()))
-        # Without `use_orig_params` the optimizer steps a flat parameter as a whole.
-        self.can_exclude_parameters = all(unit.has_original for unit in self._units)
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:

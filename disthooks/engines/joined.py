@@ -102,7 +102,6 @@ class Joined(Engine):
         self.may_step_unreduced = False  # type: ignore[misc]
         self.reduces_late = any(engine.reduces_late for engine in engines)  # type: ignore[misc]
         self.has_named_state = all(engine.has_named_state for engine in engines)
-        self.can_exclude_parameters = all(engine.can_exclude_parameters for engine in engines)
         failure = ""
         local: list[OwnParameter] = []
         try:

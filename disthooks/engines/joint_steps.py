@@ -32,7 +32,6 @@ from torch import nn
 
 from disthooks._torch import backward_id, found_inf, in_backward, scaler_under_way, unscale
 from disthooks.engines.optimizer_step import CallbackHandle, PreparedStep, StepCallback, StepHooks, joint_decision
-from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import UsageError
 
 
@@ -73,7 +72,6 @@ class JointSteps:
         self.is_in_backward = self.is_first_in_backward = False
         self._backward = -1  # the number of the backward in which the last joint step was begun
         self._decision: torch.Tensor | None = None
-        self._excluded: list[nn.Parameter] = []
         self._found_inf: dict[int, list[torch.Tensor]] = {}  # of the scaler, by place
         # The optimizers that have not asked for the decision yet, and those that have not stepped yet, by place.
         self._prepared: dict[int, PreparedStep] = {}
@@ -132,10 +130,6 @@ class JointSteps:
         finally:
             _told.chosen = None
 
-    def exclude(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the optimizers leave ``parameters`` as they are in this joint step."""
-        self._excluded = list(parameters)
-
     def _chosen(self) -> list[Any]:
         """The optimizers whose joint step begins now, as far as the loop has told."""
         told = _told.chosen
@@ -154,9 +148,6 @@ class JointSteps:
             prepared.remove_hooks()
         if prepared is None or not prepared.is_same_step(optimizer):
             self._begin(place, args, kwargs)
-        if self._excluded:
-            mine = [parameter for parameter in self._excluded if self._place_of[id(parameter)] == place]
-            exclude_from_step(optimizer, mine)
         return self._decision
 
     def _begin(self, place: int, args: Any, kwargs: Any) -> None:
@@ -172,7 +163,6 @@ class JointSteps:
             for _, other in others:
                 unscale(scaler, other)
             self._found_inf = {i: found_inf(scaler, one) for i, one in stepping}
-        self._excluded = []
         left_out = [one for one in self.optimizers if one not in self.stepping]
         with _without_gradients(left_out):
             self._decision = joint_decision([each.run(self, args, kwargs) for each in self.before])

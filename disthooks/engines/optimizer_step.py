@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from disthooks._torch import Inner, gives_scaler, sequence_number, step_wrapper, uncompiled
-from disthooks.engines.skip import Witness, end_step, remove_excluded, should_skip
+from disthooks.engines.skip import Witness, end_step, should_skip
 from disthooks.errors import UsageError
 
 # [Note: one step hook for all]
@@ -32,8 +32,7 @@ from disthooks.errors import UsageError
 # function. A hook cannot keep the step from being made, and nothing tells a hook that a step raised. So while anything
 # is attached to an optimizer of a class, the function that the wrapper calls is replaced by one of ours (`_StepPatch`).
 # It asks the optimizer that steps for its StepHooks, and is the plain function for all other optimizers. It knows which
-# steps are under way, skips a step by not calling the plain function, and puts parameters and gradients back that were
-# taken away for the step, even if the step raises.
+# steps are under way, and skips a step by not calling the plain function.
 # Setting `optimizer.step` would do this only for callers of that attribute. accelerate keeps the method that it found
 # and puts it back in every step, a learning rate schedule calls the function that it found, and a copy or a pickle of
 # the optimizer would contain our function. All of them call torch's wrapper.
@@ -163,7 +162,7 @@ class StepHooks:
         return CallbackHandle(self, to, run)
 
     def leave(self) -> None:
-        """If no function is left, take the hooks off, and put back the parameters that were excluded from a step."""
+        """If no function is left, take the hooks off."""
         optimizer = self._optimizer()
         if self.before or self.after or optimizer is None or all_optimizers.before:
             return
@@ -201,7 +200,6 @@ class StepHooks:
         try:
             if self._is_skipped:
                 return None
-            remove_excluded(optimizer)
             result = true(*args, **kwargs)
             if self._has_closure and not self._calls:
                 raise UsageError(
@@ -262,7 +260,6 @@ class StepHooks:
                     "and call step() without a closure, or leave out the rule that skips steps"
                 )
             raise _SkipStep(self, loss)
-        remove_excluded(optimizer)
         return loss
 
     def _check_repeats(self, optimizer: Any) -> None:
@@ -290,13 +287,7 @@ class StepHooks:
 
     def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Run ``before``; return whether to skip the step, as a tensor on the device, or None if nothing decided."""
-        end_step(optimizer, restore=False)  # an earlier step may never have been made; its gradients are out of date
-        try:
-            decisions = [each.run(optimizer, args, kwargs) for each in [*all_optimizers.before, *self.before]]
-        except BaseException:
-            end_step(optimizer)  # no step follows, so parameters that a function excluded from it come back
-            raise
-        return joint_decision(decisions)
+        return joint_decision(each.run(optimizer, args, kwargs) for each in [*all_optimizers.before, *self.before])
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _is_stepping(optimizer):

@@ -1,20 +1,17 @@
-"""Skipping: for one step, an optimizer leaves all or some of its parameters as they are, and its own state too.
+"""Skipping: in one step an optimizer leaves its parameters and its own state as they are.
 
-``optimizer_step`` asks :func:`should_skip` before a step, calls :func:`remove_excluded` when the step begins, and
-calls :func:`end_step` when the step is over.
+``optimizer_step`` asks :func:`should_skip` before a step, and calls :func:`end_step` when the step is over.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
-from torch import nn
 
 # [Note: a skipped step changes nothing]
 # A step that is skipped is not made: the function that makes it is not called (see [Note: the step itself] in
@@ -26,9 +23,6 @@ from torch import nn
 # leave weights and states as they are. That holds only once the states exist, because the first step makes them,
 # whatever the tensor says. An optimizer that makes the host wait in every step costs more than the rule itself, so
 # this is said once for each class.
-# Single parameters that are excluded from a step (Freeze) are taken out of the parameter groups while the step is made,
-# because some optimizers treat a parameter without a gradient as one with a gradient of zeros. Their gradients are
-# taken away too, because some optimizers have their own lists of parameters.
 #
 # [Note: the witness of an optimizer]
 # A step with a closure can be skipped only if the optimizer has changed nothing before it called the closure. Most
@@ -61,7 +55,7 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
     theirs: torch.Tensor | None = getattr(told, "found_inf", None)
     if theirs is None:
         told.found_inf = ours
-        _changes.setdefault(optimizer, _Changes()).has_decision = True
+        _told.add(optimizer)
     else:  # it is a GradScaler's, which takes it off itself
         # At most 1, because the kernels skip the update if the number is 1, and make it if the number is 2.
         told.found_inf = (theirs + ours.to(theirs.device, non_blocking=True)).clamp(max=1.0)
@@ -98,39 +92,10 @@ def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def exclude_from_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Make the next step of ``optimizer`` leave ``parameters`` as they are.
-
-    Their gradients are taken away until that step is over.
-    """
-    excluded = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in excluded:
-        parameter.grad = None
-    _changes.setdefault(optimizer, _Changes()).excluded += excluded
-
-
-def remove_excluded(optimizer: torch.optim.Optimizer) -> None:
-    """Take excluded parameters out of the parameter groups; :func:`end_step` puts them back."""
-    changes = _changes.get(optimizer)
-    if changes is None or not changes.excluded:
-        return
-    ids = {id(parameter) for parameter, _ in changes.excluded}
-    for group in optimizer.param_groups:
-        if not ids.isdisjoint(map(id, group["params"])):
-            changes.groups.append((group, group["params"]))
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
-
-
-def end_step(optimizer: Any, restore: bool = True) -> None:
-    changes = _changes.pop(optimizer, None)
-    if changes is None:
-        return
-    for group, parameters in reversed(changes.groups):
-        group["params"] = parameters
-    for parameter, grad in changes.excluded:
-        if restore and grad is not None and parameter.grad is None:
-            parameter.grad = grad
-    if changes.has_decision:
+def end_step(optimizer: Any) -> None:
+    """Take the decision off the optimizer, if :func:`should_skip` has given it one."""
+    if optimizer in _told:
+        _told.discard(optimizer)
         optimizer.__dict__.pop("found_inf", None)
 
 
@@ -162,22 +127,7 @@ class Witness:
                 yield from ((name, _mark(value)) for name, value in state.items())
 
 
-@dataclass
-class _Changes:
-    """The changes that were made to an optimizer for one step; :func:`end_step` undoes them.
-
-    Attributes:
-        excluded: parameters that have no gradient in this step, with the gradients that were taken away.
-        groups: parameter groups, with the lists of parameters that they had.
-        has_decision: whether ``found_inf`` was put on the optimizer.
-    """
-
-    excluded: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
-    groups: list[tuple[dict[str, Any], list[Any]]] = field(default_factory=list)
-    has_decision: bool = False
-
-
-_changes: WeakKeyDictionary[Any, _Changes] = WeakKeyDictionary()
+_told: WeakSet[Any] = WeakSet()  # the optimizers that have a decision of ours
 
 
 def _mark(value: object) -> object:

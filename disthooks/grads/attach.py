@@ -225,18 +225,6 @@ def _attach(engine: Engine, models: Sequence[nn.Module], optimizer: Any, config:
     parameters = engine.optimizer_parameters(optimizer)
     indices = optimized_shards(engine, parameters)
     shards = [engine.shards[i] for i in indices]
-    for rule in final:
-        if rule.after and not engine.can_change_update:
-            raise AttachError(
-                f"{rule!r} changes parameters after the update, and {engine.label} gathers copies of them in its step: "
-                "clip gradients instead, by AdaGC or ClipZScore, or use DDP or FSDP"
-            )
-        if rule.excludes and not engine.can_exclude_parameters:
-            raise AttachError(
-                f"{rule!r} keeps single parameters from the optimizer, and on {engine.label} it updates them together "
-                "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
-                "before the engine takes the model"
-            )
     needs_of_forward = [stat.forward_needs() for stat in config.stats] + [rule.forward_needs() for rule in final]
     forward_hooks = ForwardHooks(engine, models, needs_of_forward)
     plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards), forward_hooks.names)

@@ -19,7 +19,6 @@ from disthooks._tensors import format_bytes
 from disthooks.engines.base import inner_optimizer
 from disthooks.engines.joint_steps import JointSteps, optimizers_of
 from disthooks.engines.optimizer_step import OnRepeat
-from disthooks.engines.skip import exclude_from_step
 from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
 from disthooks.grads.plan import BoundRule
@@ -111,7 +110,7 @@ class Gradients(Attachment):
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
         self._parts_of_loss: Callable[[], int] | None = None
-        self._was_logged = self._was_measured = True  # the step that was made last
+        self._was_logged = True  # the step that was made last
         self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
@@ -241,16 +240,11 @@ class Gradients(Attachment):
         is_logged, is_measured = self._is_logged(), self._is_measured()
         self._settings = self._largest_settings() if is_measured else {}
         stepping = optimizer.stepping if isinstance(optimizer, JointSteps) else self.optimizers
-        is_frequent = self._config.every == 1 or self._config.recent > 0 or bool(self._runner.plan.after.rules)
+        is_frequent = self._config.every == 1 or self._config.recent > 0
         has_others = len(stepping) < len(self.optimizers)
         result = self._runner.run(self.steps, is_measured, is_frequent, stepping, has_others)
-        excluded = [shard.parameter for shard in result.excluded]
-        if isinstance(optimizer, JointSteps):
-            optimizer.exclude(excluded)
-        elif excluded:
-            exclude_from_step(optimizer, excluded)
         decision = result.skip()
-        self._was_logged, self._was_measured = is_logged, is_measured
+        self._was_logged = is_logged
         self._records.watch(self.steps, result.merged, decision, is_measured)
         self._records.watch_events(self.steps, result.events)
         if is_measured and not self._runner.plan.after.logged.uses and (self._config.stats or result.log):
@@ -286,9 +280,7 @@ class Gradients(Attachment):
     def _after_step(self) -> None:
         result = self._runner.after_update()
         if result is not None:
-            self._records.watch_events(self.steps - 1, result.events)
-            if self._was_measured:
-                self._record(self.steps - 1, result, self._was_logged)
+            self._record(self.steps - 1, result, self._was_logged)
         self._runner.forward_hooks.end_step()
 
     def _record(self, step: int, result: StepResult, is_logged: bool) -> None:

@@ -30,8 +30,8 @@ from torch import nn
 
 from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.base import Engine, Shard
-from disthooks.errors import AttachError, MatchError, UsageError
-from disthooks.grads.rules.base import Rule, named
+from disthooks.errors import AttachError, MatchError
+from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.across_ranks import UnreducedSquares
 from disthooks.grads.stats.base import Fact, Local, Measure, Stat
 from disthooks.grads.stats.norms import Power, squares
@@ -196,7 +196,7 @@ class StepPlan:
         modules: the names of the modules whose outputs are read.
         scopes: the indices of all parameters, and then those of each group.
         rounds: the rounds before the update.
-        after: the measurement after the update, and the rules that follow it.
+        after: the measurement after the update.
         rules: all rules in the order in which they were given.
         rewritten: the parameters whose gradients a rule may change.
         unreduced: the parameters that every rank has and nobody reduces; their gradients are compared in each step.
@@ -219,8 +219,8 @@ class StepPlan:
         self.unreduced = [shard for shard in shards if shard.sharding == "unreduced"]
         apart = [(UnreducedSquares(), everything)] if self.unreduced else []
         rounds: list[Round] = []
-        bound_rules, after_update = _bound(rules, shards)
-        for bound in split_into_rounds(bound_rules):
+        self.rules = _bound(rules, shards)
+        for bound in split_into_rounds(self.rules):
             needed = [(measure, each.indices) for each in bound for measure in each.rule.measures()]
             needed += [] if rounds else [*always, *apart]
             # Statistics describe the gradients before any rule, so the first round measures them.
@@ -231,10 +231,7 @@ class StepPlan:
             logged_each = each | {measure for measure, _ in before_update}
             rounds.append(Round(tuple(bound), self._layout(needed, each), self._layout(wanted, logged_each)))
         self.rounds = tuple(rounds)
-        needed = [(measure, each.indices) for each in after_update for measure in each.rule.measures()]
-        wanted = [*needed, *(use for use in logged if use[0].after)]
-        self.after = Round(tuple(after_update), self._layout(needed), self._layout(wanted))
-        self.rules = sorted([*bound_rules, *after_update], key=lambda bound: bound.number)
+        self.after = Round((), self._layout([]), self._layout([use for use in logged if use[0].after]))
         self.rewritten = frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
     def _layout(self, uses: Sequence[MeasureUse], each: Collection[Measure] = ()) -> VectorLayout:
@@ -248,30 +245,20 @@ class StepPlan:
         return VectorLayout(sorted_uses, self.shards, self.scopes, len(self.modules), frozenset(summed))
 
 
-def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> tuple[list[BoundRule], list[BoundRule]]:
-    """The rules with their parameters: those that act before the update, and those that act after it.
+def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[BoundRule]:
+    """The rules with their parameters.
 
     Raises:
         MatchError: when a rule is for no parameter.
-        UsageError: when a rule cannot be right on one of its parameters, or two act on one after the update.
+        UsageError: when a rule cannot be right on one of its parameters.
     """
-    before: list[BoundRule] = []
-    after: list[BoundRule] = []
+    bound: list[BoundRule] = []
     rewritten: set[int] = set()
     for number, (rule, label) in enumerate(zip(rules, labels_of(rules), strict=True)):
         indices = scope_of(rule, shards)
-        if rule.after:
-            taken = {i for bound in after for i in bound.indices} & set(indices)
-            if taken:
-                raise UsageError(
-                    f"{rule!r} and another rule both act on the update of {named(shards[i] for i in sorted(taken))}: "
-                    "give one, or one for each part of the parameters, by only()"
-                )
-            after.append(BoundRule(rule, number, indices, True, label))
-            continue
-        before.append(BoundRule(rule, number, indices, not rewritten & set(indices), label))
+        bound.append(BoundRule(rule, number, indices, not rewritten & set(indices), label))
         rewritten |= set(indices) if rule.rewrites else set()
-    return before, after
+    return bound
 
 
 def split_into_rounds(rules: Sequence[BoundRule]) -> list[list[BoundRule]]:
@@ -283,7 +270,7 @@ def split_into_rounds(rules: Sequence[BoundRule]) -> list[list[BoundRule]]:
     >>> from disthooks.engines.base import Engine
     >>> from disthooks import ClipNorm, ClipValue, only
     >>> shards = Engine(nn.Linear(2, 1)).shards
-    >>> rounds_of = lambda *rules: len(split_into_rounds(_bound(rules, shards)[0]))
+    >>> rounds_of = lambda *rules: len(split_into_rounds(_bound(rules, shards)))
     >>> rounds_of(ClipNorm(1.0), ClipValue(0.1)), rounds_of(ClipValue(0.1), ClipNorm(1.0))
     (1, 2)
     >>> rounds_of(only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0)))

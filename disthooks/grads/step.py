@@ -31,7 +31,6 @@ from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import refuse_reduced, refuse_replicate
 from disthooks.engines.joint_steps import optimizers_of, parameters_of
-from disthooks.engines.snapshot import OptimizerSnapshot
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
@@ -141,7 +140,6 @@ class StepResult:
         merged: the vectors of each round, merged over the ranks; then those measured after the update.
         log: the numbers that rules logged, by name.
         skips: decisions to leave the step out.
-        excluded: parameters that the optimizer must not move.
         deferred_errors: numbers that may make the next step raise.
         events: bools, and the numbers that are recorded if one is true, whether the step is logged or not.
     """
@@ -149,7 +147,6 @@ class StepResult:
     merged: list[Vectors] = field(default_factory=list)
     log: dict[str, torch.Tensor] = field(default_factory=dict)
     skips: list[torch.Tensor] = field(default_factory=list)
-    excluded: list[Shard] = field(default_factory=list)
     deferred_errors: list[DeferredError] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -157,7 +154,6 @@ class StepResult:
         """Add what a rule has logged and decided."""
         self.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
         self.skips += work.skips
-        self.excluded += work.excluded
         self.deferred_errors += work.deferred_errors
         for is_true, numbers in work.events:
             self.events.append((is_true, {f"{name}{bound.label}": value for name, value in numbers.items()}))
@@ -174,14 +170,12 @@ class _Update(NamedTuple):
         result: the result so far.
         is_logged: whether the step will be logged.
         before: copies of the parameters.
-        snapshot: the state of the optimizers, if a rule may undo the step.
         optimizers: the optimizers that step.
     """
 
     result: StepResult
     is_logged: bool
     before: Grads
-    snapshot: OptimizerSnapshot | None
     optimizers: tuple[Any, ...]
 
 
@@ -220,7 +214,6 @@ class StepRunner:
         self._parameters = [shard.parameter for shard in plan.shards]
         self._is_owner = [shard.is_owner for shard in plan.shards]
         self._is_unreduced = [shard.sharding == "unreduced" and not shard.is_owner for shard in plan.shards]
-        self._undoes = any(bound.rule.undo for bound in plan.after.rules)
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
         self._update: _Update | None = None
@@ -258,9 +251,7 @@ class StepRunner:
                     grad.copy_(copy * scale)
         self._deferred_errors.set(result.deferred_errors)
         if self.plan.after.layout(is_logged).uses:
-            snapshot = OptimizerSnapshot(optimizers) if self._undoes else None
-            copies = self._copy_parameters(reuse_copies)
-            self._update = _Update(result, is_logged, copies, snapshot, tuple(optimizers))
+            self._update = _Update(result, is_logged, self._copy_parameters(reuse_copies), tuple(optimizers))
         return result
 
     def _gradients(self) -> Grads:
@@ -288,35 +279,19 @@ class StepRunner:
             )
 
     def after_update(self) -> StepResult | None:
-        """Measure how the update moved the parameters, and change it; None if nothing of this step asks for it.
+        """Measure how the update moved the parameters; None if nothing of this step asks for it.
 
-        The result is that of :meth:`run`, with what was added; its events are those of the update alone.
+        The result is that of :meth:`run`, with what was added.
         """
         update, self._update = self._update, None
         if update is None:
             return None
         shards, result = self.plan.shards, update.result
-        result.events = []
-        own = [copy if shard.is_owner else None for copy, shard in zip(update.before, shards, strict=False)]
-        inputs = self._inputs([None] * len(shards))._replace(before=own, step=self._step)
+        inputs = self._inputs([None] * len(shards))._replace(before=update.before, step=self._step)
         layout = self.plan.after.layout(update.is_logged)
         if any(measure.needs_states for measure in layout.uses):
             inputs = inputs._replace(states=[_state_of(shard.parameter, update.optimizers) for shard in shards])
-        merged = collectives.reduce(self.group, layout.pack(inputs))
-        result.merged.append(merged)
-        undo: list[torch.Tensor] = []
-        for bound in self.plan.after.rules:
-            work = self._work(bound, [None] * len(shards), layout, layout.unpack(merged))
-            work.parameters = [shards[i].values() for i in bound.indices]
-            work.before = [update.before[i] for i in bound.indices]
-            bound.rule.rewrite(work)
-            result.add(bound, work)
-            undo += work.undo
-        if update.snapshot is not None and undo and bool(torch.stack(undo).any()):
-            update.snapshot.restore()
-            for shard, copy in zip(shards, update.before, strict=True):
-                if copy is not None:
-                    shard.values().copy_(copy)
+        result.merged.append(collectives.reduce(self.group, layout.pack(inputs)))
         return result
 
     def _run_rounds(
@@ -340,9 +315,6 @@ class StepRunner:
                 work = self._work(bound, grads, layout, values)
                 bound.rule.rewrite(work)
                 result.add(bound, work)
-                if work.excluded:  # rules that follow find no gradient there
-                    gone = {id(shard) for shard in work.excluded}
-                    grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
         return result
 
     def _work(
@@ -384,17 +356,14 @@ class StepRunner:
         )
 
     def _copy_parameters(self, reuse: bool) -> Grads:
-        """The parameters as they are now: those that this rank owns, and all that a rule may change.
+        """The parameters that this rank owns, as they are now.
 
-        An undone step puts every parameter back, also those that the rule is not for and those of other owners.
         With ``reuse`` the memory stays for the next logged step: to allocate it takes longer than to fill it.
         """
         if not self.plan.after.needs_before:
             return []
         shards = self.plan.shards
-        changed = {i for bound in self.plan.after.rules for i in bound.indices}
-        is_copied = [self._undoes or shard.is_owner or i in changed for i, shard in enumerate(shards)]
-        values = [shard.values().detach() if wanted else None for shard, wanted in zip(shards, is_copied, strict=True)]
+        values = [shard.values().detach() if shard.is_owner else None for shard in shards]
         copies = self._copies
         if not reuse or [_kind(value) for value in values] != [_kind(copy) for copy in copies]:
             copies = [None if value is None else torch.empty_like(value) for value in values]

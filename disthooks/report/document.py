@@ -275,7 +275,6 @@ def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
 _DECIDED = {
     "skipped": "The step was skipped.",
     "spike": "The step was a spike, and was skipped.",
-    "update_clipped": "The update was above its limit.",
 }
 
 

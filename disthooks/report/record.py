@@ -124,7 +124,6 @@ class Record(dict[str, Any]):
     nonfinite_since = _Field[int | None]("nonfinite_since", Whole, None)
     skipped = _number("skipped")
     spike = _number("spike")
-    update_clipped = _number("update_clipped")
     blame = _Field[Sequence[str]]("blame", list[str], ())
     replicas_differ = _number("replicas/differ")
     replicas_compared = _number("replicas/compared")

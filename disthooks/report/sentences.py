@@ -181,11 +181,9 @@ def _clipping_said(run: Run, spikes: Sequence[int]) -> Iterator[str]:
     skipped = max(totals) if totals else sum(each or 0.0 for each in run.column("skipped"))
     if skipped:
         yield f"{skipped:.0f} step{'s were' if skipped > 1 else ' was'} skipped."
-    updates = [record.step for record in run.records if record.update_clipped]
-    for steps, said in ((spikes, "skipped as a spike"), (updates, "above the limit of ClipUpdate")):
-        if steps:
-            were = f"{len(steps)} steps were" if len(steps) > 1 else "1 step was"
-            yield f"{were} {said}, the first at step {steps[0]}."
+    if spikes:
+        were = f"{len(spikes)} steps were" if len(spikes) > 1 else "1 step was"
+        yield f"{were} skipped as a spike, the first at step {spikes[0]}."
 
 
 def _saving_said(run: Run) -> Iterator[str]:

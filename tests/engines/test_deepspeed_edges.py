@@ -14,7 +14,6 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import detect_engine
-from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import DisthooksError
 from tests.support import needs
 from tests.support.engines import Fork, close
@@ -179,25 +178,6 @@ def _removed(rank: int) -> list[Any]:
 
 def test_removal_leaves_what_others_put_there(ranks: Ranks) -> None:
     assert ranks(_removed) == [[["first", "second", "theirs"], ["theirs"], True]] * 2
-
-
-def _withheld(rank: int) -> list[bool]:
-    """At stage 0 in float32 torch's optimizer holds the parameters themselves; else they are parts of one tensor."""
-    engine = engine_of(0)
-    ours, weights = detect_engine(engine), weights_of(engine)
-    leave = [shard.parameter for shard in ours.shards if shard.name == "head.weight"]
-    handle = ours.before_step(None, lambda optimizer, args, kwargs: exclude_from_step(optimizer, leave))
-    moved = step(engine, rank)
-    handle.remove()
-    wanted, _ = truth(weights)
-    wanted["head.weight"].zero_()
-    clean = all(parameter.grad is None for parameter in leave)
-    other = detect_engine(engine_of(2))
-    return [ours.can_exclude_parameters, near(moved, wanted, 2e-5), clean, not other.can_exclude_parameters]
-
-
-def test_single_parameters_can_be_withheld_at_stage_0(ranks: Ranks) -> None:
-    assert ranks(_withheld) == [[True] * 4] * 2
 
 
 # --- what is refused

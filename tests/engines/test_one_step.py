@@ -261,7 +261,6 @@ def _data(step: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 CALM = [dh.SkipSpike(sigmas=4.0, least=2), dh.AdaGC(ratio=0.8, beta=0.5, warmup_steps=1, max_norm=30.0)]
-CALM += [dh.only("front.*", dh.ClipUpdate(ratio=1e-3, sigmas=None))]
 
 
 def _watch(model: Any, optimizer: Any, batch: Any, **options: Any) -> Gradients:
@@ -573,19 +572,19 @@ def test_the_decision_holds_for_all_optimizers_also_if_the_loop_clips() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizers = [torch.optim.Adam(model[0].parameters()), torch.optim.Adagrad(model[1].parameters())]
-    with dh.gradients(model, optimizers, rules=[dh.SkipNonFinite(), dh.only("0.bias", dh.Freeze())]) as watch:
+    with dh.gradients(model, optimizers, rules=[dh.SkipNonFinite()]) as watch:
         for bad in (False, True):
             before = [p.detach().clone() for p in model.parameters()]
             states = [optimizer.state_dict()["state"] for optimizer in optimizers]
             model(torch.full((1, 2), math.nan if bad else 1.0)).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             assert watch.steps == 1 + bad, "the step was begun before the loop clipped"
-            assert bad or close(float(watch.norm), float(norm), 1e-6) or model[0].bias.grad is None
+            assert bad or close(float(watch.norm), float(norm), 1e-6)
             for optimizer in optimizers:
                 optimizer.step()
             now = [p.detach() for p in model.parameters()]
             moved = [not identical([a], [b]) for a, b in zip(now, before, strict=True)]
-            assert moved == ([False] * 4 if bad else [True, False, True, True])
+            assert moved == [not bad] * 4
             if bad:
                 assert [optimizer.state_dict()["state"] for optimizer in optimizers] == states
             for optimizer in optimizers:

@@ -90,7 +90,6 @@ def _wrong_gradients() -> dict[str, Callable[[], Any]]:
         "ClipAdaptive(-1)": lambda: dh.ClipAdaptive(-1.0),
         "ClipPercentile(101)": lambda: dh.ClipPercentile(101.0),
         "ClipZScore(alpha=2)": lambda: dh.ClipZScore(alpha=2.0),
-        "Freeze(-1)": lambda: dh.Freeze(-1),
         "Noise(-1)": lambda: dh.Noise(-1.0),
         "Scale(nan)": lambda: dh.Scale(float("nan")),
         "SkipNonFinite(0)": lambda: dh.SkipNonFinite(0),

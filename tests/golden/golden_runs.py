@@ -36,7 +36,6 @@ RULES: dict[str, Callable[[], Any]] = {
     "ClipValue": lambda: dh.ClipValue(0.1),
     "ClipZScore": lambda: dh.ClipZScore(warmup_steps=2),
     "ClipZScore(max_norm)": lambda: dh.ClipZScore(warmup_steps=2, max_norm=1.0),
-    "Freeze": lambda: dh.Freeze(),
     "Noise": lambda: dh.Noise(0.1),
     "Sanitize": lambda: dh.Sanitize(),
     "Scale": lambda: dh.Scale(0.5),

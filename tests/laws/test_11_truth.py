@@ -238,24 +238,16 @@ RULES: dict[str, list[Any]] = {
     "percentile": [dh.ClipNorm({0: 0.1, 1: 1e6}), dh.ClipPercentile(30.0, window=3)],
     "z-score": [dh.ClipZScore(0.5, 0.5, 2), dh.only("*.bias", dh.ClipZScore(0.5, 0.3, 1, to="mean", max_norm=2.0))],
     "noise": [dh.Noise(0.1, seed=3), dh.Scale(0.5)],
-    "freeze": [dh.only(["embed.*", "head.*"], dh.Freeze(until=1)), dh.ClipNorm(1.0)],
     "schedule": [dh.ClipNorm({0: 2.0, 2: 0.5})],
     "adagc": [dh.AdaGC(ratio=0.7, beta=0.5, warmup_steps=2, max_norm=3.0)],
     "spike": [dh.SkipSpike(sigmas=0.1, window=4, least=2, loss=False), dh.ClipNorm(2.0)],
-    "update": [dh.ClipUpdate(sigmas=0.1, least=2, tolerance=1.0), dh.ClipNorm({0: 1.0, 4: 5.0})],
-    "update by ratio": [dh.only("mid.*", dh.ClipUpdate(ratio=1e-3, sigmas=None, by="parameter")), dh.ClipValue(5.0)],
-    "undo": [dh.ClipUpdate(sigmas=None, ratio=0.01, undo=True)],
     "chain": [dh.SkipNonFinite(), dh.Sanitize(), dh.only("*.bias", dh.ClipValue(0.05)), dh.ClipNorm(1.0)],
 }
-STEPS = {"percentile": 5, "z-score": 5, "adagc": 5, "spike": 5, "update": 5, "undo": 5}
+STEPS = {"percentile": 5, "z-score": 5, "adagc": 5, "spike": 5}
 
 
 def _all(rank: int, engine: str, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        name: train(rank, engine, rules, dtype=dtype, steps=STEPS.get(name, 2))
-        for name, rules in RULES.items()
-        if (name, engine) != ("freeze", "fsdp1flat")  # it updates all of a unit in one piece
-    }
+    return {name: train(rank, engine, rules, dtype=dtype, steps=STEPS.get(name, 2)) for name, rules in RULES.items()}
 
 
 @functools.cache

@@ -38,10 +38,9 @@ RULES: list[list[Any]] = [
     [dh.ClipNorm(1.0, by="parameter"), dh.ClipNorm(1.0, float("inf"))],
     [dh.only("head.*", dh.ClipValue(0.1), at="local")],
     [dh.SkipNonFinite(max_consecutive=3), dh.ClipAdaptive(), dh.ClipPercentile(window=5), dh.ClipZScore(max_norm=1.0)],
-    [dh.ClipZScore(to="mean"), dh.ClipZScore(to="threshold"), dh.only("embed.*", dh.Freeze(until=1))],
+    [dh.ClipZScore(to="mean"), dh.ClipZScore(to="threshold")],
     [dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1)],
     [dh.SkipSpike(loss=False), dh.AdaGC(warmup_steps=1), dh.ClipNorm({0: 2.0, 5: 1.0})],
-    [dh.only("mid.*", dh.ClipUpdate(least=2)), dh.only("embed.*", dh.ClipUpdate(ratio=0.1, by="parameter"))],
     [dh.only("embed.*", dh.Noise(0.1, alike=False), at="local"), dh.only("mid.*", dh.Sanitize(), at="local")],
 ]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import disthooks as dh
 from disthooks import stats
@@ -27,7 +26,7 @@ from tests.support.optimizers import MAKE, Own, Raises, backward, closed, everyt
 def test_rules_act_when_the_closure_is_done(kind: str) -> None:
     model, other = net(), net()
     optimizer, plain = MAKE[kind](model.parameters()), MAKE[kind](other.parameters())
-    rules = [dh.SkipNonFinite(), dh.only("0.*", dh.Freeze()), dh.ClipValue(0.01)]
+    rules = [dh.SkipNonFinite(), dh.ClipValue(0.01)]
     with dh.gradients(model, optimizer, rules=rules, every=1) as watch, dh.gradients(other, plain, rules=rules):
         for step in range(4):
             assert float(closed(model, optimizer, step, step in (0, 2))) == step  # step() returns the loss
@@ -38,16 +37,15 @@ def test_rules_act_when_the_closure_is_done(kind: str) -> None:
     assert watch.steps == 4
 
 
-@pytest.mark.parametrize("rule", [dh.SkipSpike(sigmas=1000.0, least=3, loss=False), dh.ClipUpdate(undo=True)], ids=str)
 @pytest.mark.parametrize("kind", ["SGD", "Counts", "AdamW", "AdamW fused"])
-def test_a_spike_that_a_closure_makes_changes_nothing(kind: str, rule: Any) -> None:
-    model = net()
+def test_a_spike_that_a_closure_makes_changes_nothing(kind: str) -> None:
+    model, rule = net(), dh.SkipSpike(sigmas=1000.0, least=3, loss=False)
     optimizer = MAKE[kind](model.parameters())
 
     def closure() -> torch.Tensor:
         backward(model, 0.1 * len(found))
         for parameter in model.parameters() if len(found) == 3 else ():
-            parameter.grad.mul_(1e6 if isinstance(rule, dh.SkipSpike) else math.nan)  # type: ignore[union-attr]
+            parameter.grad.mul_(1e6)  # type: ignore[union-attr]
         return torch.zeros(())
 
     found: list[bool] = []
@@ -133,21 +131,6 @@ def test_a_closure_that_is_never_called_is_an_error() -> None:
 # --- What a step that raised leaves behind, and what goes with an attachment
 
 
-def test_a_step_that_raises_gives_gradients_and_groups_back() -> None:
-    class Breaks(Own):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            raise KeyError("its own")
-
-    model = net()
-    optimizer = Breaks(model.parameters())
-    with dh.gradients(model, optimizer, rules=[dh.only("0.*", dh.Freeze())]):
-        backward(model, 0)
-        with pytest.raises(KeyError, match="its own"):
-            optimizer.step()
-        assert len(optimizer.param_groups[0]["params"]) == 2
-        assert all(p.grad is not None for p in model.parameters())
-
-
 NAN = math.nan
 
 
@@ -171,34 +154,6 @@ def test_a_fused_optimizer_is_free_again_after_removal() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)  # if found_inf had stayed on it, it would never step again
-
-
-def test_gradients_are_back_after_removal() -> None:
-    model, optimizer = small()
-    with dh.gradients(model, optimizer, rules=[dh.only("weight", dh.Freeze())]):
-        optimizer.register_step_pre_hook(_interrupt)
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert model.weight.grad is not None
-
-
-def test_a_gradient_of_a_step_that_raised_is_not_used_later() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(1, 2)
-    with dh.gradients(model, optimizer, rules=[dh.only("a.*", dh.Freeze(until=1))]):
-        hook = optimizer.register_step_pre_hook(_interrupt)
-        (model["a"](x) + model["b"](x)).sum().backward()
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-        hook.remove()
-        optimizer.zero_grad()
-        before = model["a"].weight.clone()
-        model["b"](x).sum().backward()
-        optimizer.step()
-    assert torch.equal(model["a"].weight, before)
 
 
 def test_a_model_with_a_final_function_can_die() -> None:
@@ -245,19 +200,3 @@ def test_a_handle_that_is_dropped_leaves_the_rules_at_work() -> None:
     del model, optimizer
     gc.collect()
     assert alive() is None
-
-
-def test_a_rule_that_raises_leaves_withheld_gradients_where_they_were() -> None:
-    model, optimizer = small()
-
-    def broken(name: str, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-    model(torch.ones(1, 2)).sum().backward()
-    with (
-        dh.gradients(model, optimizer, rules=[dh.only("weight", dh.Freeze())]),
-        dh.gradients(model, optimizer, rules=[dh.only("bias", broken)]),
-    ):
-        with pytest.raises(ArithmeticError):
-            optimizer.step()
-        assert model.weight.grad is not None

@@ -52,7 +52,6 @@ class TestRules(RuleTests):
             dh.ClipPercentile(20, 5),
             dh.ClipValue(-0.01, 0.01),
             dh.ClipZScore(warmup_steps=2),
-            dh.Freeze(2),
             dh.Noise(1e-3),
             dh.Sanitize(),
             dh.Scale(0.5),

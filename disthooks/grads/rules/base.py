@@ -63,12 +63,8 @@ class Work:
         fresh: whether no rule before this one rewrote any of these gradients.
         log: numbers to be logged in this step, by name; tensors without dimensions, on the device.
         skips: decisions to leave the step out; bools without dimensions, on the device.
-        excluded: parameters that the optimizer is not to move in this step.
         deferred_errors: numbers that may make the next step raise, and for each the function that raises.
         events: bools without dimensions, and for each the numbers that are recorded if it is true, logged step or not.
-        parameters: for a rule that acts after the update, this rank's part of each parameter, to be changed in place.
-        before: for such a rule, the same from before the update.
-        undo: for such a rule, decisions to undo the step; bools without dimensions.
     """
 
     shards: Sequence[Shard]
@@ -79,12 +75,8 @@ class Work:
     fresh: bool = True
     log: dict[str, torch.Tensor] = field(default_factory=dict)
     skips: list[torch.Tensor] = field(default_factory=list)
-    excluded: list[Shard] = field(default_factory=list)
     deferred_errors: list[tuple[torch.Tensor, Callable[[float], None]]] = field(default_factory=list)
     events: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = field(default_factory=list)
-    parameters: Sequence[torch.Tensor] = ()
-    before: Sequence[torch.Tensor | None] = ()
-    undo: list[torch.Tensor] = field(default_factory=list)
 
     def present(self) -> Iterator[tuple[Shard, torch.Tensor]]:
         """The parameters of which this rank has elements, and their gradients."""
@@ -118,10 +110,7 @@ class Rule:
 
     Attributes:
         rewrites: whether it changes gradients; a later rule then measures them anew.
-        excludes: whether it may keep single parameters from the optimizer.
         can_be_local: whether it can be applied at "local", to one gradient of one rank.
-        after: whether it acts after the optimizer's update, on parameters; its measures are taken then.
-        undo: whether such a rule may undo the step, so that the optimizer's state has to be copied before.
         by_parameter: the names of the tensors in its state whose last dimension is that of its parameters. They are
             saved with the names of the parameters, and restored in whatever order these are then.
         needs_each: whether it looks at the measured numbers of single parameters. If not, only their sum over all of
@@ -129,10 +118,7 @@ class Rule:
     """
 
     rewrites: ClassVar[bool] = True
-    excludes: ClassVar[bool] = False
     can_be_local: ClassVar[bool] = False
-    after: ClassVar[bool] = False
-    undo: bool = False
     by_parameter: ClassVar[frozenset[str]] = frozenset()
     needs_each: ClassVar[bool] = True
 
@@ -290,18 +276,6 @@ class Only(Rule):
     @property
     def rewrites(self) -> bool:  # type: ignore[override]
         return self.rule.rewrites
-
-    @property
-    def excludes(self) -> bool:  # type: ignore[override]
-        return self.rule.excludes
-
-    @property
-    def after(self) -> bool:  # type: ignore[override]
-        return self.rule.after
-
-    @property
-    def undo(self) -> bool:  # type: ignore[override]
-        return self.rule.undo
 
     @property
     def by_parameter(self) -> frozenset[str]:  # type: ignore[override]

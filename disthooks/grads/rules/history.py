@@ -50,17 +50,14 @@ class History:
         deviations = torch.where(is_there, numbers - mean, 0.0)
         return mean, (deviations.square().sum(0) / (count - 1)).sqrt()
 
-    def limit(self, state: State, name: str, least_ratio: float = 0.0) -> torch.Tensor:
+    def limit(self, state: State, name: str) -> torch.Tensor:
         """The largest number that is no spike; infinity while there are fewer than ``least`` numbers.
 
-        It is infinity also if the numbers are all the same, unless ``least_ratio`` is given: they do not tell how far a
-        number may be from them, and a limit that equals them would never rise again.
+        It is infinity also if the numbers are all the same: they do not tell how far a number may be from them.
         """
         mean, deviation = self.mean(state, name)
-        limit = torch.maximum(mean + self.sigmas * deviation, least_ratio * mean)
-        varies = deviation > _CONSTANT * mean.abs()
-        is_known = (state[f"{name}_count"] >= self.least) & (varies | (least_ratio > 0))
-        return torch.where(is_known, limit, torch.inf)
+        is_known = (state[f"{name}_count"] >= self.least) & (deviation > _CONSTANT * mean.abs())
+        return torch.where(is_known, mean + self.sigmas * deviation, torch.inf)
 
     def push(self, state: State, name: str, number: torch.Tensor, is_valid: torch.Tensor) -> None:
         """Put ``number`` into the history, where ``is_valid`` is true."""

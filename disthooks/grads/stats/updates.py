@@ -25,27 +25,11 @@ _SMALL = 2**14  # parameters with at most this many elements share one kernel la
 
 @dataclass(frozen=True)
 class WeightPower(Measure):
-    """The sum of the squares of each parameter's elements before the update.
-
-    Attributes:
-        before_update: whether it is taken after the update, of a copy, for a rule that acts then.
-    """
-
-    before_update: bool = False
+    """The sum of the squares of each parameter's elements before the update."""
 
     merge: ClassVar[Merge] = "sum"
 
-    @property
-    def after(self) -> bool:  # type: ignore[override]
-        return self.before_update
-
-    @property
-    def before(self) -> bool:  # type: ignore[override]
-        return self.before_update
-
     def local(self, local: Local) -> torch.Tensor:
-        if self.before_update:
-            return squares(local.before, local.device)
         values = [shard.values() if shard.is_owner else None for shard in local.shards]
         return squares(values, local.device)
 

@@ -304,11 +304,6 @@ def scopes(plan: Any, model: nn.Module, findings: Findings) -> dict[str, dict[st
             rules[f"{i} {rule!r}"] = [shards[j].name for j in scope_of(rule, shards)]
         except DisthooksError as error:
             findings.failed(where, error)
-        if rule.excludes:
-            findings.warnings.append(
-                f"{where}: {rule!r} keeps single parameters from the optimizer, which is refused under FSDP1 with flat "
-                "parameters (use_orig_params=False) and where DeepSpeed partitions them (ZeRO, half precision)"
-            )
     groups: dict[str, list[str]] = {}
     for name, patterns in plan.watches.get("groups", {}).items():
         try:

@@ -19,7 +19,6 @@ ALL: list[Rule] = [
     dh.ClipZScore(warmup_steps=1),
     dh.ClipNorm(1.0, by="parameter"),
     dh.SkipNonFinite(max_consecutive=2),
-    dh.Freeze(),
     dh.Scale(0.5),
     dh.Sanitize(),
     dh.Noise(1.0),
@@ -70,7 +69,6 @@ LEARNING = [
     dh.ClipPercentile(40.0, 3),
     dh.only("*.bias", dh.ClipAdaptive(0.02)),
     dh.Noise(0.01, seed=5),
-    dh.only("head.*", dh.Freeze(until=4)),
     dh.only("embed.*", dh.Noise(0.01), at="local"),
 ]
 

@@ -1,10 +1,9 @@
-"""AdaGC, SkipSpike, ClipUpdate, a schedule of ClipNorm, SpikeScore and OptimizerState, beside numpy and the papers."""
+"""AdaGC, SkipSpike, a schedule of ClipNorm, SpikeScore and OptimizerState, beside numpy and the papers."""
 
 from __future__ import annotations
 
 import math
 import pathlib
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,87 +191,6 @@ def test_spike_score_is_the_share_of_spikes() -> None:
         assert close(watch.latest["spike_score_total"], sum(so_far) / 51, 1e-12)
 
 
-# --- ClipUpdate
-
-
-@pytest.mark.parametrize("by", ["all", "parameter"])
-def test_an_update_is_scaled_to_the_limit_of_its_history(by: Any) -> None:
-    moves = [[0.1, 0.2], [0.12, 0.18], [0.1, 0.2], [0.11, 5.0], [0.1, 0.2], [2.0, 0.2]]
-    model = model_of([1.0, -1.0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rule = dh.ClipUpdate(sigmas=3.0, window=4, least=3, tolerance=1.2, by=by)
-    seen: list[Any] = []
-    kept: list[list[float]] = []
-    with dh.gradients(model, optimizer, rules=[rule], sinks=[seen.append], every=1):
-        for move in moves:
-            before = [float(parameter) for parameter in model]
-            for parameter, size in zip(model, move, strict=True):
-                parameter.grad = torch.full_like(parameter, size)
-            optimizer.step()
-            kept.append([was - float(parameter) for was, parameter in zip(before, model, strict=True)])
-    histories: list[list[float]] = [[]] if by == "all" else [[], []]
-    for move, found, record in zip(moves, kept, seen, strict=True):
-        norms = [math.hypot(*move)] if by == "all" else move
-        factors = []
-        for norm, history in zip(norms, histories, strict=True):
-            last = history[-4:]
-            limit = math.inf
-            if len(last) >= 3:
-                mean = statistics.fmean(last)
-                limit = max(mean + 3.0 * statistics.stdev(last), 1.2 * mean)
-            factors.append(min(1.0, limit / norm))
-            history.append(min(norm, limit))
-        scaled = [size * factors[min(i, len(factors) - 1)] for i, size in enumerate(move)]
-        assert close(found, scaled, 1e-9)
-        assert close(record["update_norm"], math.hypot(*move), 1e-9)
-        assert close(record["update_clipped"], sum(factor < 1 for factor in factors) / len(factors), 1e-12)
-        assert close(record["update_clip_ratio"], min(factors), 1e-9)
-    assert [record["update_clipped"] > 0 for record in seen] == [False, False, False, True, False, True]
-
-
-def test_an_update_is_scaled_to_a_ratio_of_the_weights() -> None:
-    model = model_of([4.0, 0.0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with dh.gradients(model, optimizer, rules=[dh.ClipUpdate(sigmas=None, ratio=0.5, by="parameter", eps=0.1)]):
-        for parameter, grad in zip(model, (-3.0, 1.0), strict=True):
-            parameter.grad = torch.full_like(parameter, grad)
-        optimizer.step()
-    assert close([float(parameter) for parameter in model], [6.0, -0.05], 1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_an_update_within_its_limit_keeps_its_bits(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    models = [nn.Linear(30, 30).to(dtype) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    rule = dh.only("weight", dh.ClipUpdate(sigmas=None, ratio=1e-4))
-    with dh.gradients(models[0], optimizers[0], rules=[rule]):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-    assert torch.equal(models[0].bias, models[1].bias)
-    assert not torch.equal(models[0].weight, models[1].weight)
-
-
-def test_an_update_that_is_not_finite_is_taken_back() -> None:
-    model = model_of([1.0, 2.0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with dh.gradients(model, optimizer, rules=[dh.ClipUpdate()]):
-        for parameter in model:
-            parameter.grad = torch.full_like(parameter, math.inf)
-        optimizer.step()
-    assert [float(parameter) for parameter in model] == [1.0, 2.0]
-
-
-def test_two_rules_for_one_update_are_refused() -> None:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="both act on the update of 'weight'"):
-        dh.gradients(model, optimizer, rules=[dh.only("weight", dh.ClipUpdate()), dh.ClipUpdate(ratio=0.1)])
-
-
 # --- A schedule, and state by name
 
 
@@ -290,9 +208,9 @@ def test_a_wrong_schedule_is_refused(schedule: Any) -> None:
         normed(dh.ClipNorm(lambda step: 0), [1.0])
 
 
-@pytest.mark.parametrize("rule", [dh.AdaGC(warmup_steps=1), dh.ClipUpdate(by="parameter", least=2)])
-def test_state_is_by_the_names_of_parameters(rule: Any) -> None:
+def test_state_is_by_the_names_of_parameters() -> None:
     """It is loaded into a model that has the same parameters in another order."""
+    rule = dh.AdaGC(warmup_steps=1)
 
     def run(names: str, steps: range, weights: Any = None, state: Any = None) -> tuple[dict[str, Any], Any]:
         model = nn.ParameterDict([(name, nn.Parameter(torch.ones(1, dtype=torch.float64))) for name in names])
@@ -322,9 +240,6 @@ def test_what_cannot_be() -> None:
         (lambda: dh.AdaGC(beta=1.0), "beta=1.0"),
         (lambda: dh.SkipSpike(loss=False, norm=False), "would compare nothing"),
         (lambda: dh.SkipSpike(least=200), "above window=128"),
-        (lambda: dh.ClipUpdate(sigmas=None), "has no limit"),
-        (lambda: dh.ClipUpdate(tolerance=0.5), "tolerance at least 1"),
-        (lambda: dh.only("*", dh.ClipUpdate(), at="local"), "when the optimizer has stepped"),
         (lambda: stats.OptimizerState(keys="exp_avg"), "a list of the keys"),
     ):
         with pytest.raises(UsageError, match=said):

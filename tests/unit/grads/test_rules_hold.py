@@ -1,4 +1,4 @@
-"""SkipNonFinite and Freeze under scalers and with other rules; law 16 has them for every optimizer."""
+"""SkipNonFinite under scalers and with other rules; law 16 has it for every optimizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.engines.base import Engine
-from tests.support.engines import close, loss_of, make
+from tests.support.engines import loss_of, make
 from tests.support.optimizers import same
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -133,50 +132,6 @@ def test_too_many_in_a_row_raise_one_step_later() -> None:
     assert issubclass(dh.errors.NonFiniteError, ArithmeticError)
 
 
-# --- Freeze
-
-
-@pytest.mark.parametrize("kind", ["adam", "adamw fused"])
-def test_frozen_parameters_are_as_if_the_optimizer_had_them_not(kind: str) -> None:
-    rules = [dh.only(["embed.*", "scale"], dh.Freeze(until=2)), dh.ClipNorm(0.5)]
-    found, optimizer, watch = run(kind, rules, [0, 1], set())
-    truth = make("plain")
-    kept = [p for name, p in truth.named_parameters() if not name.startswith(("embed.", "scale"))]
-    other = OPTIMIZERS[kind](kept)
-    for step in range(2):
-        other.zero_grad()
-        truth.zero_grad()
-        backward(truth, step, False)
-        norm = nn.utils.clip_grad_norm_(kept, 0.5)
-        other.step()
-    assert close([p.detach() for p in found.parameters()], [p.detach() for p in truth.parameters()], 1e-6)
-    start = make("plain")
-    assert same([*found.embed.parameters(), found.scale], [*start.embed.parameters(), start.scale])
-    assert not any(optimizer.state.get(parameter) for parameter in found.embed.parameters())
-    assert close(watch.latest["clip_ratio"], 0.5 / (float(norm) + 1e-6), 1e-5)
-    assert found.embed.weight.grad is not None
-
-
-def test_freezing_and_skipping_in_one_step() -> None:
-    rules = [dh.SkipNonFinite(), dh.only("head.*", dh.Freeze())]
-    model, _, watch = run("adam", rules, [0, 1], {1})
-    truth, _, _ = run("adam", rules, [0], set())
-    assert same(list(model.parameters()), list(truth.parameters()))
-    assert watch.latest["skipped"] == 1
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_an_engine_that_updates_in_one_piece_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "can_exclude_parameters", False)
-    model = make("plain")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(dh.errors.AttachError, match=r"Freeze.*a plain module.*requires_grad_\(False\)"):
-        dh.gradients(model, optimizer, rules=[dh.only("head.*", dh.Freeze())])
-    assert not optimizer._optimizer_step_pre_hooks
-    dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]).remove()
-
-
-@pytest.mark.parametrize("rule", [dh.Freeze(), dh.SkipNonFinite()])
-def test_not_at_local(rule: Any) -> None:
+def test_not_at_local() -> None:
     with pytest.raises(dh.errors.UsageError, match=r"optimizer's step.*leave at='local' out"):
-        dh.only("*", rule, at="local")
+        dh.only("*", dh.SkipNonFinite(), at="local")

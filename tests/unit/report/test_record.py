@@ -36,7 +36,7 @@ def lines_of(file: pathlib.Path) -> list[dict[str, Any]]:
         line |= {"grad_norm/peak": 2.0, "grad_norm/peak_step": max(0, at - 1), "grad_norm/peak_rank": 0, "skipped": 0.0}
         line |= {"nonfinite_params": 1, "nonfinite_steps": at // 38, "skipped_total": 0.0, "spike": 0.0, "optimizer": 0}
         line |= {"saved/moved_per_step": 1 << 20, "saved/OnCpu()/peak_held": 5, "saved/pack_seconds_per_step": 0.1}
-        line |= {"replicas/compared": 8, "replicas/differ": at // 39, "replicas/steps": at + 1, "update_clipped": 0.0}
+        line |= {"replicas/compared": 8, "replicas/differ": at // 39, "replicas/steps": at + 1}
         line |= {"input_seconds": 0.1, "input_seconds/max_rank": 0.2, "input_seconds/argmax_rank": 1}
         line |= {"input_norm": 1.0, "forward_seconds": 0.1, "forward_seconds/max_rank": 0.2, "clip_ratio/group/a": 0.5}
         line |= {"backward_seconds": 0.1, "backward_seconds/max_rank": 0.2, "h": {"bins": [1], "counts": [2]}}

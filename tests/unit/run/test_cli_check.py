@@ -116,7 +116,6 @@ watch:
   groups: {heads: "head.*"}
   rules:
     - {kind: only, pattern: "*.weigth", rule: {kind: Scale, factor: 0.5}}
-    - {kind: only, pattern: "*.bias", rule: {kind: Freeze}}
   stats: [{kind: Norm}]
   sinks: [{kind: Jsonl, path: /proc/1/no/run.jsonl}, {kind: Jsonl, path: {folder}/hooks.yaml/run.jsonl}]
 """
@@ -130,8 +129,6 @@ def test_every_error_is_told_in_a_line_of_its_own(tmp_path: pathlib.Path) -> Non
     wanted += ("watch.rules.0: '*.weigth'", "hooks.yaml is no directory")
     for text in wanted:
         assert sum(text in line for line in lines) == 1, (text, lines)
-    assert "hooks.yaml:9: watch.rules.1: Only(" in result.stdout
-    assert "refused under FSDP1 with flat" in result.stdout
 
 
 def test_a_package_that_a_sink_needs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,4 +251,4 @@ def test_a_check_ends_in_a_verdict(tmp_path: pathlib.Path) -> None:
     wrong = hooks(tmp_path, WRONG)
     result = run("check", wrong, "--model", f"{BUILT}:whole", code=1)
     errors = len(result.stderr.splitlines())
-    assert result.stdout.splitlines()[-1] == f"{wrong}: {errors} errors, 1 warning: a run would fail"
+    assert result.stdout.splitlines()[-1] == f"{wrong}: {errors} errors: a run would fail"
