@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -403,3 +403,30 @@ def floats_of(value: object) -> list[torch.Tensor]:
     for inner in inside:
         found += floats_of(inner)
     return found
+
+
+@contextlib.contextmanager
+def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
+    """Inside, ``parameter`` needs gradients, if it can: torch accepts no hook for a parameter that does not.
+
+    The hook stays when the parameter is frozen again, and is called if the parameter gets a gradient later. The value
+    of the context is whether a hook can be put on. See [Note: hooks on leaves] in engines/base.py.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    >>> with needing_gradients(weight) as able:
+    ...     handle = weight.register_hook(lambda grad: 2 * grad)
+    >>> weight.requires_grad, able
+    (False, True)
+    >>> weight.requires_grad_(True).sum().backward()
+    >>> weight.grad
+    tensor([2.])
+    """
+    able = parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
+    if parameter.requires_grad or not able or parameter.is_inference():
+        yield parameter.requires_grad
+        return
+    parameter.requires_grad_(True)
+    try:
+        yield True
+    finally:
+        parameter.requires_grad_(False)

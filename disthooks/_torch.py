@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
@@ -97,7 +99,19 @@ def _old_graph() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     thread = threading.Thread(target=make, daemon=True)
     thread.start()
     thread.join()
+    found[0][0].grad_fn.register_prehook(lambda gradients: _numbers.append(backward_id()))  # type: ignore[union-attr]
     return found[0]
+
+
+_numbers: deque[int] = deque(maxlen=1)  # that of the last backward of `_old_graph`
+_of_old_graph = itertools.count(1)
+
+
+def backwards_so_far() -> int:
+    """How many backwards this process has begun, in all of its threads; torch numbers them all in one row."""
+    output, leaf, gradient = _old_graph()
+    torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+    return _numbers[0] - next(_of_old_graph)  # without those that were made here
 
 
 def drop_failed_backward() -> None:
@@ -109,8 +123,7 @@ def drop_failed_backward() -> None:
     either, which a dispatch mode would see.
     """
     if current_node() is None:
-        output, leaf, gradient = _old_graph()
-        torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+        backwards_so_far()
 
 
 def node_name(node: Any) -> str:

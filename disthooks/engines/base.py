@@ -48,10 +48,9 @@ registered engines which of them recognises a model.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -61,9 +60,9 @@ from torch import nn
 from disthooks._match import canonical_name, is_of_class, unwrap_engine
 from disthooks._ranks import global_rank
 from disthooks._registry import register
-from disthooks._tensors import local_part
-from disthooks.engines.joint_steps import JointSteps, parameters_of
-from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, all_optimizers
+from disthooks._tensors import local_part, needing_gradients
+from disthooks.engines.optimizer_step import OnRepeat, all_optimizers
+from disthooks.engines.step import Step, StepFunctions, parameters_of
 from disthooks.errors import AttachError, UsageError
 
 #: How a parameter is distributed over the ranks; see :class:`Shard`.
@@ -370,58 +369,55 @@ class Engine:
 
     # -- the optimizer and its step
 
-    def inner_optimizer(self, optimizer: Any) -> Any:
-        """The optimizer whose ``step`` makes the update: the one that the user gave, or the one inside its wrappers.
-
-        For a list of optimizers it is a :class:`~disthooks.engines.joint_steps.JointSteps`.
+    def step_of(self, optimizer: Any) -> Step:
+        """The step of what the user gave, an optimizer or a list: of the optimizers inside of their wrappers.
 
         Raises:
             UsageError: when there is none, or none that hooks could be put on.
         """
         if optimizer is None:
             raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
-        if isinstance(optimizer, JointSteps):
-            return optimizer
-        if not isinstance(optimizer, (list, tuple)):
-            return inner_optimizer(optimizer)
-        return inner_optimizer(optimizer[0]) if len(optimizer) == 1 else JointSteps([*map(inner_optimizer, optimizer)])
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        return Step([*map(inner_optimizer, given)])
 
     def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
-        """The parameters that ``optimizer`` updates, as they are in ``shards``."""
+        """The parameters that an optimizer or a step updates, as they are in ``shards``."""
         return parameters_of(optimizer)
 
     def is_updated(self, index: int) -> bool:
         """Whether a shard may be updated at all; False if the engine's own optimizer was not given its parameter."""
         return True
 
-    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
-        """Call ``run(optimizer, args, kwargs)`` when gradients are final, just before the update.
+    def before_step(self, step: Step, functions: StepFunctions, on_repeat: OnRepeat = "refuse") -> Removable:
+        """Call ``functions.run(step)`` when gradients are final, just before the update; then ``functions.made()``.
 
         ``run`` may return a bool tensor without dimensions on the device: if it is true, the optimizer leaves its
         parameters and its state as they are in this step (:mod:`disthooks.engines.skip`).
         """
-        hooks = _steps_of(optimizer)
-        return HandleGroup(hooks.add(hooks.before, StepCallback(run, on_repeat)), *self.watch_reduction())
+        return HandleGroup(step.attach(functions, on_repeat), *self.watch_backward(step.see_backward))
 
-    def watch_reduction(self) -> list[Removable]:
-        """Put on the hooks that :meth:`reason_unreduced` needs."""
+    def watch_backward(self, see: Callable[[], None]) -> list[Removable]:
+        """Put on the hooks that :meth:`reason_unreduced` needs.
+
+        Call ``see`` in each backward, if it may add to gradients on which no hook of this rank is called; see
+        [Note: the gradients that a step was begun with] in new_gradients.py.
+        """
         return []
 
-    def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
+    def begin_step(self, step: Step, scaler: Any = None, chosen: Sequence[Any] | None = None) -> None:
         """Run the functions of :meth:`before_step` now; the step that comes next does not run them again."""
-        _steps_of(optimizer).prepare(scaler)
+        step.begin_early(scaler, chosen)
 
-    def before_any_step(self, run: BeforeStep) -> Removable:
-        """Call ``run`` before any optimizer steps, and before the functions of :meth:`before_step`.
+    def before_any_step(self, run: Callable[[Any], None]) -> Removable:
+        """Call ``run(optimizer)`` before any optimizer steps, and before the functions of :meth:`before_step`.
 
         If a step calls its closure several times, ``run`` is called after each time.
         """
         return all_optimizers.add(run)
 
-    def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
+    def after_step(self, step: Step, run: Callable[[], None]) -> Removable:
         """Call ``run()`` after each step's update."""
-        hooks = _steps_of(optimizer)
-        return hooks.add(hooks.after, run)
+        return step.attach_after(run)
 
     # -- where parameters are registered
 
@@ -456,33 +452,6 @@ class Engine:
         self._registered_parameters, self._registered_modules = tuple(self._find_parameters()), self._find_modules()
 
 
-@contextlib.contextmanager
-def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
-    """Inside, ``parameter`` needs gradients, if it can: torch accepts no hook for a parameter that does not.
-
-    The hook stays when the parameter is frozen again, and is called if the parameter gets a gradient later. The value
-    of the context is whether a hook can be put on. See [Note: hooks on leaves].
-
-    >>> weight = nn.Parameter(torch.ones(1), requires_grad=False)
-    >>> with needing_gradients(weight) as able:
-    ...     handle = weight.register_hook(lambda grad: 2 * grad)
-    >>> weight.requires_grad, able
-    (False, True)
-    >>> weight.requires_grad_(True).sum().backward()
-    >>> weight.grad
-    tensor([2.])
-    """
-    able = parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
-    if parameter.requires_grad or not able or parameter.is_inference():
-        yield parameter.requires_grad
-        return
-    parameter.requires_grad_(True)
-    try:
-        yield True
-    finally:
-        parameter.requires_grad_(False)
-
-
 def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer whose ``step`` makes the update: ``optimizer``, or the one inside wrappers around it.
 
@@ -500,10 +469,6 @@ def inner_optimizer(optimizer: Any) -> Any:
             )
         optimizer = inner
     return optimizer
-
-
-def _steps_of(optimizer: Any) -> StepHooks | JointSteps:
-    return optimizer if isinstance(optimizer, JointSteps) else StepHooks.of(inner_optimizer(optimizer))
 
 
 @register("engine")

@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class Ddp(Engine):
         mine = index % len(self.ranks) == self.position
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
 
-    def watch_reduction(self) -> list[Removable]:
+    def watch_backward(self, see: Callable[[], None]) -> list[Removable]:
         # See [Note: the last backward of DDP].
+        self._see_backward = see
         begins = self._wrapper.register_forward_pre_hook(UncopiedHook(self._begin_forward))
         return [begins, self._wrapper.register_forward_hook(UncopiedHook(self._end_forward))]
 
@@ -107,6 +109,7 @@ class Ddp(Engine):
 
     def _begin_backward(self, reduces: bool | None, grad: torch.Tensor) -> None:
         self._last_backward_reduces = bool(self._wrapper.require_backward_grad_sync) if reduces is None else reduces
+        self._see_backward()
 
     def check(self) -> None:
         if self._wrapper._join_config.enable:  # see [Note: join]

@@ -39,7 +39,8 @@ from torch import nn
 from disthooks._match import is_of_class, unwrap_engine
 from disthooks._registry import register
 from disthooks.engines.base import Engine, Part, Removable, Shard, Sharding
-from disthooks.engines.optimizer_step import BeforeStep, CallbackHandle, OnRepeat
+from disthooks.engines.optimizer_step import CallbackHandle, OnRepeat
+from disthooks.engines.step import Step, StepFunctions
 from disthooks.errors import AttachError
 
 _STEP = "_take_model_step"
@@ -126,8 +127,11 @@ class DeepSpeed(Engine):
     def is_first_gradient(self, index: int) -> bool:
         return False  # this cannot be known: DeepSpeed accumulates gradients in buffers of its own
 
-    def inner_optimizer(self, optimizer: Any) -> Any:
-        """The torch optimizer inside the engine's; ``optimizer`` may be None."""
+    def step_of(self, optimizer: Any) -> Step:
+        """The step of the torch optimizer inside the engine's; ``optimizer`` may be None.
+
+        The engine runs the functions itself, so nothing is attached to this step.
+        """
         own = (self._engine.optimizer, self._engine.basic_optimizer)
         given = optimizer
         while optimizer is not None and not any(optimizer is one for one in own):
@@ -137,7 +141,7 @@ class DeepSpeed(Engine):
                 f"this engine does not step the {type(given).__name__} ({self.label}): leave the optimizer out, or "
                 "give engine.optimizer"
             )
-        return own[1]
+        return Step([own[1]])
 
     def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters of the model that the engine updates; the optimizer itself holds flat partitions."""
@@ -146,26 +150,26 @@ class DeepSpeed(Engine):
     def is_updated(self, index: int) -> bool:
         return any(self.shards[index].parameter is parameter for parameter in self._partitions.model_parameters())
 
-    def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
+    def begin_step(self, step: Step, scaler: Any = None, chosen: Sequence[Any] | None = None) -> None:
         """Do nothing: the engine's own step runs the attached functions first, before it clips."""
 
-    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
-        """Call ``run`` at the engine's step, not at micro-steps.
+    def before_step(self, step: Step, functions: StepFunctions, on_repeat: OnRepeat = "refuse") -> Removable:
+        """Call the functions at the engine's step, not at micro-steps.
 
         If ``run`` decides to skip, the engine treats the step as one that overflowed (it drops the gradients, the
         learning rate's schedule waits, ``was_step_applied()`` is False), but the loss scale stays.
         """
-        step = self._step()
-        return step.add(step.late, run)
+        hooks = self._step()
+        return hooks.add(hooks.late, (step, functions))
 
-    def before_any_step(self, run: BeforeStep) -> Removable:
-        step = self._step()
-        return step.add(step.early, run)
+    def before_any_step(self, run: Callable[[Any], None]) -> Removable:
+        hooks = self._step()
+        return hooks.add(hooks.early, run)
 
-    def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
+    def after_step(self, step: Step, run: Callable[[], None]) -> Removable:
         """Call ``run()`` at the end of the engine's step; final gradients are gone by then."""
-        step = self._step()
-        return step.add(step.after, run)
+        hooks = self._step()
+        return hooks.add(hooks.after, run)
 
     def _step(self) -> DeepSpeedStep:
         step = self._engine.__dict__.get(_STEP)
@@ -179,13 +183,13 @@ class DeepSpeedStep:
     """Stands in for ``engine._take_model_step``; see [Note: DeepSpeed's own step].
 
     Attributes:
-        early, late: functions that run before the update, those of ``early`` first.
+        early, late: functions that run before the update, those of ``early`` first; ``late`` has the step of each.
         after: functions that run after it.
     """
 
     def __init__(self, engine: Any, partitions: Partitions, shards: Sequence[Shard], group: Any) -> None:
-        self.early: list[BeforeStep] = []
-        self.late: list[BeforeStep] = []
+        self.early: list[Callable[[Any], None]] = []
+        self.late: list[tuple[Step, StepFunctions]] = []
         self.after: list[Callable[[], None]] = []
         self._engine, self._partitions, self._shards, self._group = engine, partitions, shards, group
         self._replaced = engine.__dict__.get(_STEP)
@@ -222,7 +226,11 @@ class DeepSpeedStep:
             with torch.no_grad():
                 overflows = [~torch.isfinite(grad).all() for grad in self._grads()]
             overflow = torch.stack(overflows).any() if overflows else None
-        decisions = [run(self._engine.basic_optimizer, (), {}) for run in [*self.early, *self.late]]
+        for run in list(self.early):
+            run(self._engine.basic_optimizer)
+        decisions = [functions.run(step) for step, functions in list(self.late)]
+        for _, functions in list(self.late):
+            functions.made()
         if overflow is not None and (first := next(self._grads(), None)) is not None:
             with torch.no_grad():  # nothing waits for the device
                 first.view(-1)[:1].masked_fill_(overflow, torch.nan)

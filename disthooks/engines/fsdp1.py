@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -41,6 +41,7 @@ from torch import nn
 from disthooks._handles import weak_method
 from disthooks._match import canonical_name, is_of_class
 from disthooks._registry import register
+from disthooks._tensors import needing_gradients
 from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard
 from disthooks.errors import AttachError, UsageError
@@ -125,22 +126,23 @@ class FlatUnit:
 
     def is_reduced(self) -> bool:
         """Whether FSDP has reduced the gradient; see [Note: gradients of FSDP1]."""
-        if not self._is_reduced:  # the hook of watch_reduction has seen it
+        if not self._is_reduced:  # the hook of watch_backward has seen it
             return False
         return self.flat.grad is None or self.flat.grad.size() == self.flat._sharded_size
 
-    def watch_reduction(self) -> Any:
-        """Under NO_SHARD, put on a hook that notes in each backward whether FSDP reduces; otherwise return None.
+    def watch_backward(self, see: Callable[[], None]) -> Any:
+        """Put on a hook that calls ``see`` in each backward; under NO_SHARD it also notes whether FSDP reduces.
 
         See [Note: gradients of FSDP1].
         """
-        if self.is_sharded or not self.flat.requires_grad:
-            return None
 
-        def see(grad: torch.Tensor) -> None:
-            self._is_reduced = bool(self._module.__dict__.get("_sync_gradients", True))
+        def note(grad: torch.Tensor) -> None:
+            if not self.is_sharded:
+                self._is_reduced = bool(self._module.__dict__.get("_sync_gradients", True))
+            see()
 
-        return self.flat.register_hook(see)
+        with needing_gradients(self.flat):
+            return self.flat.register_hook(note)
 
     def find_replaced(self) -> FlatParamView | None:
         """The first parameter that was replaced since this unit was made, alone or with the flat one, or None.
@@ -307,8 +309,8 @@ class Fsdp1(Engine):
                 )
         super().check()
 
-    def watch_reduction(self) -> list[Removable]:
-        return [hook for unit in self._units if (hook := unit.watch_reduction()) is not None]
+    def watch_backward(self, see: Callable[[], None]) -> list[Removable]:
+        return [unit.watch_backward(see) for unit in self._units]
 
     def reason_unreduced(self) -> str:
         # After a backward inside no_sync() the gradient is whole on every rank, so all ranks answer alike, even those

@@ -41,7 +41,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._match import is_of_class
 from disthooks._registry import register
-from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard, needing_gradients
+from disthooks._tensors import needing_gradients
+from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard
 from disthooks.errors import AttachError
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from disthooks._match import Pattern, as_patterns, match
 from disthooks._ranks import global_rank, world_ranks
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard
-from disthooks.engines.joint_steps import parameters_of
+from disthooks.engines.step import parameters_of
 from disthooks.errors import AttachError, MatchError, UsageError
 
 #: For each pattern of parameters the ranks of the group, each of which has experts of its own.
@@ -250,8 +250,8 @@ class Joined(Engine):
     def reason_unreduced(self) -> str:
         return next((why for engine in self.engines if (why := engine.reason_unreduced())), "")
 
-    def watch_reduction(self) -> list[Removable]:
-        return [handle for engine in self.engines for handle in engine.watch_reduction()]
+    def watch_backward(self, see: Callable[[], None]) -> list[Removable]:
+        return [handle for engine in self.engines for handle in engine.watch_backward(see)]
 
     def is_first_gradient(self, index: int) -> bool:
         engine, own = self._local_of[index]

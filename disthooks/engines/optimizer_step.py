@@ -1,7 +1,7 @@
-"""The step of a torch optimizer: functions that run before and after it, and the decision whether it is made.
+"""The call of a torch optimizer's ``step``: what runs before and after it, and whether it is made.
 
-:class:`StepHooks` belongs to one optimizer and runs the functions that are attached to it. ``all_optimizers`` has the
-functions that run before the step of every optimizer.
+:class:`OptimizerHooks` belongs to one optimizer and tells every :class:`~disthooks.engines.step.Step` that has the
+optimizer. ``all_optimizers`` has the functions that run before the step of every optimizer.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
 
-from disthooks._torch import Inner, gives_scaler, sequence_number, step_wrapper, uncompiled
+from disthooks._torch import Inner, step_wrapper, uncompiled
+from disthooks.engines.new_gradients import GradientMark, NewGradients
 from disthooks.engines.skip import Witness, end_step, should_skip
 from disthooks.errors import UsageError
 
 # [Note: one step hook for all]
 # Everything that is attached to an optimizer shares one pre-hook and one post-hook of torch's. Several attachments may
 # watch the same optimizer: all of their functions see the gradients of one moment, before any of them decides that the
-# step is skipped; one restore follows the step; and if a step is begun early (by `begin_step`, or by the loop's own
-# clipping), it is begun once for all of them. The hooks are found among the optimizer's own (`StepHooks.find`), because
-# a table of optimizers would keep each model alive that was ever attached.
+# step is skipped; and if a step is begun early (by `begin_step`, or by the loop's own clipping), it is begun for all of
+# them. The hooks are found among the optimizer's own (`OptimizerHooks.find`), because a table of optimizers would keep
+# each model alive that was ever attached.
 #
 # [Note: the step itself]
 # torch puts a wrapper around the step of each class of optimizers, which calls the hooks and then the class's own
 # function. A hook cannot keep the step from being made, and nothing tells a hook that a step raised. So while anything
 # is attached to an optimizer of a class, the function that the wrapper calls is replaced by one of ours (`_StepPatch`).
-# It asks the optimizer that steps for its StepHooks, and is the plain function for all other optimizers. It knows which
-# steps are under way, and skips a step by not calling the plain function.
+# It asks the optimizer that steps for its OptimizerHooks, and is the plain function for all other optimizers. It knows
+# which steps are under way, and skips a step by not calling the plain function.
 # Setting `optimizer.step` would do this only for callers of that attribute. accelerate keeps the method that it found
 # and puts it back in every step, a learning rate schedule calls the function that it found, and a copy or a pickle of
 # the optimizer would contain our function. All of them call torch's wrapper.
@@ -43,103 +43,60 @@ from disthooks.errors import UsageError
 # optimizer must not have changed anything before it called the closure, which `skip.Witness` checks. LBFGS calls its
 # closure again for each point of its line search and uses all of these gradients, so there is no one set of gradients
 # that a rule could act on; `OnRepeat` has the three ways to treat such a step.
-#
-# [Note: a step that was begun]
-# `prepare` runs the functions before the optimizer's step, because the loop is about to clip. The step that follows
-# must not run them again, but it may never follow: a GradScaler keeps it back, or the loop goes on with the next batch.
-# `PreparedStep` decides whether the optimizer still has the gradients that it was begun with. A gradient that was
-# replaced by another tensor shows that it has not. So does a post-accumulate hook that fired, which is needed because
-# DDP (`gradient_as_bucket_view`) and `zero_grad(set_to_none=False)` put the next gradient into the same tensor. Not
-# every backward reaches every parameter, so two parameters are watched. A parameter that was frozen since its backward
-# keeps its gradient and gets no other, and torch takes no hook for it. FSDP1 calls no post-accumulate hooks, so under
-# FSDP1 only the graph's sequence number shows a new gradient. The gradient is referred to by torch's weak reference: a
-# tensor that Python's weak reference returns may be freed while it is used.
-
-BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
 #: How a step is treated that calls its closure again, as LBFGS does: the step is refused, the first call alone counts,
 #: or each call counts. See [Note: steps with a closure].
 OnRepeat = Literal["refuse", "first", "each"]
 
 
-class StepCallback(NamedTuple):
-    """A function that runs before a step, and how it is treated if the step calls its closure again."""
+class JoinedStep(Protocol):
+    """What :class:`OptimizerHooks` needs of a :class:`~disthooks.engines.step.Step`."""
 
-    run: BeforeStep
-    on_repeat: OnRepeat = "refuse"
+    on_repeat: OnRepeat
+
+    def begin(self, optimizer: Any, is_early: bool) -> torch.Tensor | None:
+        """Run the functions, unless they have run for these gradients; return the decision to skip the step."""
+
+    def enter(self, optimizer: Any) -> torch.Tensor | None:
+        """``optimizer`` steps now: run the functions if they have to run; return the decision to skip the step."""
+
+    def leave(self, optimizer: Any, is_skipped: bool, has_repeated: bool) -> None:
+        """``optimizer`` has made its update, or skipped it."""
 
 
-class PreparedStep:
-    """A step that was begun before the optimizer was called; see [Note: a step that was begun].
+class _Call:
+    """One call of an optimizer's ``step``.
 
     Attributes:
-        decision: whether the optimizer must skip the step.
+        is_skipped: whether the update must not be made.
+        has_closure: whether the step was given a closure.
+        closure_calls: how many times the closure was called.
+        witness: tells whether the optimizer has changed anything before it called the closure.
     """
 
-    def __init__(self, optimizer: Any, decision: torch.Tensor | None) -> None:
-        self.decision = decision
-        parameters = list(_with_grads(optimizer))
-        self._grad = TensorWeakRef(parameters[0].grad) if parameters else None
-        self._has_new_gradient = False
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        ends = {id(parameter): parameter for parameter in (*trained[:1], *trained[-1:])}.values()
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._note_new_gradient) for parameter in ends]
-        # FSDP1 marks the parameters that it has, on every rank alike, and calls no hooks after accumulating.
-        flat = (hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
-        self._sees_gradients = not any(flat)
-        self._sequence_number = sequence_number()
-
-    def is_same_moment(self) -> bool:
-        """Whether no node of an autograd graph was made since the step was begun, so that no other forward has run."""
-        return sequence_number() == self._sequence_number
-
-    def is_same_step(self, optimizer: Any) -> bool:
-        """Whether the optimizer still has the gradients with which the step was begun.
-
-        A loop may replace the gradients itself, to clip them, or it may compute another loss. If it did both, the
-        answer is no.
-        """
-        if self.is_same_moment():
-            return True
-        now = [parameter.grad for parameter in _with_grads(optimizer)]
-        is_there = not now if self._grad is None else any(grad is self._grad() for grad in now)
-        return is_there and not self._has_new_gradient
-
-    def is_under_way(self, optimizer: Any) -> bool:
-        """Whether this step is certainly the one that is under way, so that it is not begun a second time.
-
-        One rank may compute something of its own in between, such as a metric, but all ranks must decide alike.
-        """
-        return self.is_same_moment() or (self._sees_gradients and self.is_same_step(optimizer))
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _note_new_gradient(self, parameter: torch.Tensor) -> None:
-        self._has_new_gradient = True
+    def __init__(self) -> None:
+        self.is_skipped = self.has_closure = False
+        self.closure_calls = 0
+        self.witness: Witness | None = None
 
 
-class StepHooks:
-    """The functions that run before and after each step of one optimizer; see [Note: one step hook for all].
+class OptimizerHooks:
+    """torch's hooks on one optimizer; see [Note: one step hook for all].
 
-    First all functions of ``before`` run, on the same gradients. Then the step is skipped if any of them decided so. In
-    a step with a closure, ``before`` runs when the closure is done.
+    First the functions of all steps run, on the same gradients. Then the optimizer skips its update if any of them
+    decided so. With a closure, the functions run when the closure is done.
 
     Attributes:
-        before: called with the optimizer and the arguments of its step.
-        after: called when the update has been made.
+        steps: the steps that have this optimizer, in the order in which they were attached.
+        gradients: tells whether backward has added to this optimizer's gradients.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.before: list[StepCallback] = []
-        self.after: list[Callable[[], None]] = []
+        self.steps: list[JoinedStep] = []
+        self.gradients = NewGradients(optimizer)
         self._optimizer = weakref.ref(optimizer)
-        self._prepared: PreparedStep | None = None
-        # These four are about the step under way; `_calls` counts the calls of its closure.
-        self._is_skipped, self._calls = False, 0
-        self._has_closure = False
-        self._witness: Witness | None = None
+        self._call = _Call()
+        self._mark_of_all: GradientMark | None = None  # the gradients for which `all_optimizers` has run
         self._patch = _StepPatch.of(type(optimizer))
         self._patch.users.add(self)
         self._handles = [
@@ -149,59 +106,49 @@ class StepHooks:
         _existing.add(self)
 
     @classmethod
-    def find(cls, optimizer: Any) -> StepHooks | None:
+    def find(cls, optimizer: Any) -> OptimizerHooks | None:
         owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
         return next((owner for owner in owners if isinstance(owner, cls)), None)
 
     @classmethod
-    def of(cls, optimizer: Any) -> StepHooks:
+    def of(cls, optimizer: Any) -> OptimizerHooks:
         return cls.find(optimizer) or cls(optimizer)
 
-    def add(self, to: list[Any], run: Any) -> CallbackHandle:
-        to.append(run)
-        return CallbackHandle(self, to, run)
-
     def leave(self) -> None:
-        """If no function is left, take the hooks off."""
+        """If no step and no function is left, take the hooks off."""
         optimizer = self._optimizer()
-        if self.before or self.after or optimizer is None or all_optimizers.before:
+        if self.steps or optimizer is None or all_optimizers.before:
             return
         for handle in self._handles:
             handle.remove()
+        self.gradients.remove()
         self._patch.leave(self)
-        self._take_prepared()
         if not _is_stepping(optimizer):
             end_step(optimizer)  # the step was begun and never made
 
-    @gives_scaler("scaler")
-    def prepare(self, scaler: Any = None) -> None:
-        """Run ``before`` now. It does not run again in the step that comes next, or if this is called twice before it.
-
-        If an earlier step was begun and never made, because a ``GradScaler`` kept it back, a new step begins.
-        See [Note: a step that was begun].
-        """
+    def begin_early(self) -> None:
+        """Run all functions now; they do not run again in the step that comes next, if its gradients are these."""
         optimizer = self._optimizer()
-        if optimizer is None or self._calls > 1:  # in a repeated closure, functions run when the closure is done
+        if optimizer is None or self._call.closure_calls > 1:  # a repeated closure: functions run when it is done
             return
-        if not self.is_prepared():
-            self._take_prepared()
-            self._prepared = PreparedStep(optimizer, self._run(optimizer, (), {}))
-
-    def is_prepared(self) -> bool:
-        """Whether :meth:`prepare` has begun the step that the optimizer makes next."""
-        return self._prepared is not None and self._prepared.is_under_way(self._optimizer())
+        if all_optimizers.before and not self._has_run_for_all():
+            for run in all_optimizers.before:
+                run(optimizer)
+            self._mark_of_all = self.gradients.mark()
+        for step in list(self.steps):
+            step.begin(optimizer, is_early=True)
 
     def make(self, true: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Make the step by calling ``true``, unless the step is skipped; see [Note: the step itself]."""
         if _is_stepping(optimizer):  # this call is super().step()
             return true(*args, **kwargs)
-        stack = _under_way.stack
+        call, stack = self._call, _under_way.stack
         stack.append(optimizer)
         try:
-            if self._is_skipped:
+            if call.is_skipped:
                 return None
             result = true(*args, **kwargs)
-            if self._has_closure and not self._calls:
+            if call.has_closure and not call.closure_calls:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step(closure) never called its closure, so nothing that is attached "
                     "saw this step: run backward first and call step() without a closure"
@@ -210,50 +157,41 @@ class StepHooks:
         except _SkipStep as skipped:
             if skipped.hooks is not self:
                 raise
+            call.is_skipped = True
             return skipped.loss
         finally:
             stack.pop()
             end_step(optimizer)
-            self._is_skipped, self._calls, self._witness = False, 0, None
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _is_stepping(optimizer):
             return None
-        self._is_skipped, self._calls, self._witness = False, 0, None
-        given = wrap_closure(functools.partial(self._call, optimizer, args, kwargs), args, kwargs)
-        self._has_closure = given is not None
+        call = self._call = _Call()
+        given = wrap_closure(functools.partial(self._run_closure, optimizer), args, kwargs)
         if given is None:
-            self._is_skipped = self._decide(optimizer, args, kwargs)
+            call.is_skipped = self._decide(optimizer)
             return None
+        call.has_closure = True
         if isinstance(optimizer, torch.optim.LBFGS) and any(
             group["max_iter"] > 1 or group["line_search_fn"] is not None for group in optimizer.param_groups
         ):
-            self._check_repeats(optimizer)  # LBFGS with these options calls its closure again
-        self._witness = Witness(optimizer)
+            self._refuse_repeats(optimizer)  # LBFGS with these options calls its closure again
+        call.witness = Witness(optimizer)
         return given
 
-    def _call(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
-        """Run the closure of a step, and then ``before``; see [Note: steps with a closure]."""
-        self._calls += 1
-        if self._calls > 1:
-            self._check_repeats(optimizer)
+    def _run_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        """Run the closure of a step, and then the functions; see [Note: steps with a closure]."""
+        call = self._call
+        call.closure_calls += 1
+        if call.closure_calls > 1:
+            self._refuse_repeats(optimizer)
             loss = closure()
-            for each in [*all_optimizers.before, *self.before]:
-                if each.on_repeat == "each":
-                    each.run(optimizer, args, kwargs)
+            for run in all_optimizers.before:
+                run(optimizer)
             return loss
-        earlier = self._prepared
-        try:
-            loss = closure()
-        except BaseException:
-            self._take_prepared()
-            raise
-        # If the closure made new gradients, a step that was begun before is one of earlier gradients. Lightning's own
-        # closure makes none, and the step that was begun stays.
-        if earlier is not None and earlier is self._prepared and not earlier.is_under_way(optimizer):
-            self._take_prepared()
-        if self._decide(optimizer, args, kwargs):
-            if self._witness is not None and not self._witness.is_untouched(optimizer):
+        loss = closure()
+        if self._decide(optimizer):
+            if call.witness is not None and not call.witness.is_untouched(optimizer):
                 raise UsageError(
                     f"{type(optimizer).__name__} changed its parameters, its groups or its state before it called the "
                     "closure of its step, so the step cannot be left out as if it had never begun: run backward first "
@@ -262,8 +200,8 @@ class StepHooks:
             raise _SkipStep(self, loss)
         return loss
 
-    def _check_repeats(self, optimizer: Any) -> None:
-        if any(each.on_repeat == "refuse" for each in self.before):
+    def _refuse_repeats(self, optimizer: Any) -> None:
+        if any(step.on_repeat == "refuse" for step in self.steps):
             raise UsageError(
                 f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and uses the "
                 "gradients of each call, so no rule can act on the gradients of the step: leave the rules out "
@@ -271,43 +209,41 @@ class StepHooks:
                 "another optimizer"
             )
 
-    def _decide(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
-        """Run ``before``, unless it has run for these gradients; return whether the step must not be made."""
-        prepared = self._take_prepared()
-        is_same = prepared is not None and prepared.is_same_step(optimizer)
-        decision = prepared.decision if prepared and is_same else self._run(optimizer, args, kwargs)
-        # The optimizer gets the decision now and not in prepare(), because a GradScaler would write over it.
+    def _decide(self, optimizer: Any) -> bool:
+        """Run the functions that have not run for these gradients; return whether the step must not be made."""
+        if all_optimizers.before and not self._has_run_for_all():
+            for run in all_optimizers.before:
+                run(optimizer)
+        self._mark_of_all = None
+        decision = joint_decision([step.enter(optimizer) for step in list(self.steps)])
+        # The optimizer gets the decision now and not when the step is begun, as a GradScaler would write over it.
         return decision is not None and should_skip(decision, optimizer)
 
-    def _take_prepared(self) -> PreparedStep | None:
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.remove_hooks()
-        return prepared
-
-    def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Run ``before``; return whether to skip the step, as a tensor on the device, or None if nothing decided."""
-        return joint_decision(each.run(optimizer, args, kwargs) for each in [*all_optimizers.before, *self.before])
+    def _has_run_for_all(self) -> bool:
+        return self._mark_of_all is not None and self.gradients.is_same(self._mark_of_all)
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _is_stepping(optimizer):
-            for run in list(self.after):
-                run()
+            for step in list(self.steps):
+                step.leave(optimizer, self._call.is_skipped, self._call.closure_calls > 1)
+            self._call = _Call()
 
 
 def joint_decision(decisions: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """Whether any of ``decisions`` is to skip the step, as a tensor on the device; None if nothing decided."""
     made = [decision for decision in decisions if decision is not None]
-    return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
+    if len(made) < 2:
+        return made[0] if made else None
+    return torch.stack([each.to(made[0].device) for each in made]).any()
 
 
-_existing: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+_existing: weakref.WeakSet[OptimizerHooks] = weakref.WeakSet()
 
 
 class _SkipStep(BaseException):
     """Ends a step from within its closure. It is no Exception, so that no optimizer catches it."""
 
-    def __init__(self, hooks: StepHooks, loss: Any) -> None:
+    def __init__(self, hooks: OptimizerHooks, loss: Any) -> None:
         super().__init__()
         self.hooks, self.loss = hooks, loss
 
@@ -315,20 +251,22 @@ class _SkipStep(BaseException):
 class _AllOptimizers:
     """The functions that run before the step of every optimizer, and before the functions attached to that optimizer.
 
-    A global hook of torch's gives each optimizer that steps a :class:`StepHooks`. torch calls the hooks of a
-    ``StepHooks`` in the same step in which the global hook made it.
+    A global hook of torch's gives each optimizer that steps its :class:`OptimizerHooks`. torch calls the hooks of
+    ``OptimizerHooks`` in the same step in which the global hook made it.
+
+    Attributes:
+        before: called with the optimizer; if a step calls its closure again, after each call.
     """
 
     def __init__(self) -> None:
-        self.before: list[StepCallback] = []
+        self.before: list[Callable[[Any], None]] = []
         self._handle: Any = None
 
-    def add(self, run: BeforeStep) -> CallbackHandle:
+    def add(self, run: Callable[[Any], None]) -> CallbackHandle:
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._make_hooks)
-        each = StepCallback(run, "each")
-        self.before.append(each)
-        return CallbackHandle(self, self.before, each)
+        self.before.append(run)
+        return CallbackHandle(self, self.before, run)
 
     def leave(self) -> None:
         """If no function is left, take torch's global hook off, and the hooks of optimizers that need none."""
@@ -339,7 +277,7 @@ class _AllOptimizers:
                 hooks.leave()
 
     def _make_hooks(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        StepHooks.of(optimizer)
+        OptimizerHooks.of(optimizer)
 
 
 all_optimizers = _AllOptimizers()
@@ -353,14 +291,14 @@ class _StepPatch:
     """
 
     def __init__(self, inner: Inner) -> None:
-        self.users: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+        self.users: weakref.WeakSet[OptimizerHooks] = weakref.WeakSet()
         self._inner, self._true = inner, inner.function
         true = inner.function
 
         @functools.wraps(true)
         @uncompiled("disthooks decides on the host whether the step is made", callees=False)
         def step(*args: Any, **kwargs: Any) -> Any:
-            hooks = StepHooks.find(args[0])
+            hooks = OptimizerHooks.find(args[0])
             return true(*args, **kwargs) if hooks is None else hooks.make(true, args[0], args, kwargs)
 
         step.__dict__["patch"] = self
@@ -373,7 +311,7 @@ class _StepPatch:
         patch = getattr(inner.function, "patch", None)
         return patch if isinstance(patch, cls) else cls(inner)
 
-    def leave(self, hooks: StepHooks) -> None:
+    def leave(self, hooks: OptimizerHooks) -> None:
         """Forget ``hooks``. The last one puts back torch's function, unless somebody has replaced it since."""
         self.users.discard(hooks)
         if not self.users and self._inner.function is self._mine:
@@ -418,10 +356,6 @@ def optimizers_stepping() -> list[Any]:
 def _is_stepping(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` is under way, so that another call is a part of it: ``super().step()``."""
     return any(one is optimizer for one in _under_way.stack)
-
-
-def _with_grads(optimizer: Any) -> Iterator[Any]:
-    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def wrap_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:

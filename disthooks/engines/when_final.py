@@ -9,7 +9,6 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,12 +24,10 @@ from disthooks.engines.optimizer_step import CallbackHandle
 # log the norm of one micro-batch.
 #
 # [Note: clipping under a GradScaler]
-# Under a GradScaler gradients are final once it has unscaled them. So its scale(), unscale_() and update() are replaced
-# by methods that note which scaler is at work. If a loop clips before unscale_(), rules and statistics wait for the
-# step, in which the scaler unscales. update() ends the iteration: if the loop of another optimizer clips next, its
-# gradients have not been scaled.
+# Under a GradScaler gradients are final once it has unscaled them. If a loop clips before `unscale_`, rules and
+# statistics wait for the step, in which the scaler unscales; see [Note: the scaler of an optimizer] in scalers.py.
 
-ClipListener = Callable[[Sequence[torch.Tensor], Any], None]
+ClipListener = Callable[[Sequence[torch.Tensor]], None]
 
 
 class _Clipping:
@@ -40,32 +37,21 @@ class _Clipping:
         self._listeners: list[weakref.WeakMethod[ClipListener]] = []
         self._undo: dict[str, Callable[[], None]] = {}
         self._inside = threading.local()
-        # The scaler that scaled a loss in this iteration, and for each optimizer the scaler that unscaled its
-        # gradients.
-        self._scaled_by: weakref.ref[Any] | None = None
-        self._scalers: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 
     def add(self, method: ClipListener) -> CallbackHandle:
-        """Call ``method(parameters, scaler_of)`` before each clipping, as long as its object lives."""
+        """Call ``method(parameters)`` before each clipping, as long as its object lives."""
         listener = weakref.WeakMethod(method)
         self._listeners.append(listener)
         functions: dict[str, tuple[Any, str]]
         functions = {name: (torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")}
         functions["clip_grads_with_norm_"] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
-        scalers: dict[str, Any] = {"GradScaler": torch.amp.GradScaler}
-        # FSDP1 and its scaler are not imported only to replace their methods: without them no script calls the methods.
+        # FSDP1 is not imported only to replace its method: without it no script calls the method.
         fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         if fsdp1 is not None:
             functions["FSDP1"] = (fsdp1, "clip_grad_norm_")
-        sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-        if sharded is not None:
-            scalers["ShardedGradScaler"] = sharded.ShardedGradScaler
         for name, (owner, attribute) in functions.items():
             if name not in self._undo:
                 self._undo[name] = self._replace_clipping(Inner(getattr(owner, attribute)))
-        for name, kind in scalers.items():
-            if name not in self._undo:
-                self._undo[name] = self._replace_methods(kind)
         return CallbackHandle(self, self._listeners, listener)
 
     def leave(self) -> None:
@@ -75,26 +61,6 @@ class _Clipping:
             for undo in self._undo.values():
                 undo()
             self._undo.clear()
-            self._scaled_by = None
-
-    def scaler_of(self, optimizer: Any) -> tuple[Any, bool]:
-        """The ``GradScaler`` that the optimizer's gradients go through, and whether gradients are final by now.
-
-        See [Note: clipping under a GradScaler].
-        """
-        known = self._scalers.get(optimizer)
-        scaler = known() if known is not None else self._scaled_by() if self._scaled_by is not None else None
-        if scaler is None or not scaler.is_enabled():
-            return None, True
-        state = scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"].name != "UNSCALED":
-            return None, False
-        # If gradients overflowed, the scaler makes no step, so there is none to begin. The scaler's own step() reads
-        # the same tensors later. A fused optimizer reads them on the device, and its step is called.
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not is_fused and any(found.item() for found in state["found_inf_per_device"].values()):
-            return None, False
-        return scaler, True
 
     def _before(self, parameters: Sequence[torch.Tensor]) -> None:
         # A hook that clips in backward has one gradient of many, and a listener may clip too: then the loop does not
@@ -105,7 +71,7 @@ class _Clipping:
         try:
             for listener in list(self._listeners):
                 if (method := listener()) is not None:
-                    method(parameters, self.scaler_of)
+                    method(parameters)
         finally:
             self._inside.now = False
 
@@ -139,41 +105,6 @@ class _Clipping:
 
         return undo
 
-    def _replace_methods(self, kind: Any) -> Callable[[], None]:
-        """Note when a ``GradScaler`` scales a loss, unscales gradients, and ends an iteration; the result undoes this.
-
-        See [Note: clipping under a GradScaler].
-        """
-        clipping = self
-        true = {name: kind.__dict__[name] for name in ("scale", "unscale_", "update")}
-
-        @functools.wraps(true["scale"])
-        def scale(self: Any, outputs: Any) -> Any:
-            clipping._scaled_by = weakref.ref(self)
-            return true["scale"](self, outputs)
-
-        @functools.wraps(true["unscale_"])
-        def unscale_(self: Any, optimizer: Any) -> None:
-            clipping._scalers[optimizer] = weakref.ref(self)
-            true["unscale_"](self, optimizer)
-
-        @functools.wraps(true["update"])
-        def update(self: Any, *args: Any, **kwargs: Any) -> None:
-            if clipping._scaled_by is not None and clipping._scaled_by() is self:
-                clipping._scaled_by = None
-            true["update"](self, *args, **kwargs)
-
-        mine = {"scale": scale, "unscale_": unscale_, "update": update}
-        for name, function in mine.items():
-            setattr(kind, name, function)
-
-        def undo() -> None:
-            for name, function in mine.items():
-                if kind.__dict__.get(name) is function:
-                    setattr(kind, name, true[name])
-
-        return undo
-
 
 _clipping = _Clipping()
 
@@ -186,7 +117,6 @@ def before_clipping(method: ClipListener) -> CallbackHandle:
 
     Args:
         method: a bound method, whose object is not kept alive. It is called with the parameters that are about to be
-            clipped, and with a function that gives for an optimizer the ``GradScaler`` that has unscaled its gradients,
-            and whether they are final.
+            clipped.
     """
     return _clipping.add(method)

@@ -30,7 +30,7 @@ from disthooks._ranks import describe, global_rank
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import detect_engine, refuse_replicate
 from disthooks.engines.joined import Joined, experts_of, ranks_of_group
-from disthooks.engines.joint_steps import parameters_of
+from disthooks.engines.step import Step, parameters_of
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.attachment import Gradients, GradientsConfig
@@ -128,10 +128,10 @@ def gradients(
     engines = [_engine] if _engine is not None else [detect_engine(each) for each in models]
     for engine in engines:
         refuse_replicate(engine)
-    inner = engines[0].inner_optimizer(optimizer)
+    step = engines[0].step_of(optimizer)
     if len(engines) == 1 and process_group is None and not experts:
-        return _attach(engines[0], models, inner, config)
-    return _attach(_joined(engines, inner, process_group, experts, scaler), models, inner, config)
+        return _attach(engines[0], models, step, config)
+    return _attach(_joined(engines, step, process_group, experts, scaler), models, step, config)
 
 
 def _checked(
@@ -161,7 +161,7 @@ def _checked(
     return GradientsConfig(chosen, watched, targets, every, grouped, others, scaler, recent)
 
 
-def _joined(engines: Sequence[Engine], optimizer: Any, process_group: Any, experts: Any, scaler: Any) -> Joined:
+def _joined(engines: Sequence[Engine], step: Step, process_group: Any, experts: Any, scaler: Any) -> Joined:
     """The engines of several models or ranks as one; all ranks call it."""
     ranks = engines[0].ranks if process_group is None else ranks_of_group("process_group", process_group)
     if process_group is None and any(engine.ranks != ranks for engine in engines):
@@ -170,7 +170,7 @@ def _joined(engines: Sequence[Engine], optimizer: Any, process_group: Any, exper
     if global_rank() not in ranks:
         raise UsageError(f"process_group={process_group!r} has the ranks {list(ranks)}, and this is {global_rank()}")
     group = collectives.group_of(ranks)
-    parameters = parameters_of(optimizer)
+    parameters = parameters_of(step)
     device = collectives.device_for(group, parameters[0].device if parameters else torch.device("cpu"))
     gather = functools.partial(collectives.gather_distinct, group, device)
     joined = Joined(engines, ranks, parameters, experts_of(experts, ranks), gather, scaler)
@@ -217,12 +217,12 @@ def _grouped(groups: Any) -> dict[str, Any]:
     return dict(groups)
 
 
-def _attach(engine: Engine, models: Sequence[nn.Module], optimizer: Any, config: GradientsConfig) -> Gradients:
+def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: GradientsConfig) -> Gradients:
     """Find what every step needs, once; agree with the other ranks; then put the hooks on."""
     local = [rule for rule in config.rules if _is_local(rule)]
     observing = [rule for stat in config.stats if (rule := stat.rule()) is not None]
     final = [*observing, *(rule for rule in config.rules if not _is_local(rule))]
-    parameters = engine.optimizer_parameters(optimizer)
+    parameters = engine.optimizer_parameters(step)
     indices = optimized_shards(engine, parameters)
     shards = [engine.shards[i] for i in indices]
     needs_of_forward = [stat.forward_needs() for stat in config.stats] + [rule.forward_needs() for rule in final]
@@ -242,7 +242,7 @@ def _attach(engine: Engine, models: Sequence[nn.Module], optimizer: Any, config:
     local_hooks = LocalGradientHooks(engine, indices, needs, local_rules)
     runner = StepRunner(engine, plan, local_hooks, forward_hooks, config.scaler, group, device)
     counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
-    checks = StepChecks(engine, optimizer, parameters, counts, has_rules=bool(plan.rules))
+    checks = StepChecks(engine, step, parameters, counts, has_rules=bool(plan.rules))
     records = StepRecords(plan, stats, engine.ranks, config.recent)
     if config.recent and not records.sees_every_step:
         raise UsageError(

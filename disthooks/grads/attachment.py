@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from disthooks._match import Pattern
 from disthooks._ranks import has_several_ranks
 from disthooks._tensors import format_bytes
 from disthooks.engines.base import inner_optimizer
-from disthooks.engines.joint_steps import JointSteps, optimizers_of
 from disthooks.engines.optimizer_step import OnRepeat
+from disthooks.engines.scalers import is_final, scalers
+from disthooks.engines.step import Step, StepFunctions
 from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
 from disthooks.grads.plan import BoundRule
@@ -82,6 +83,24 @@ class GradientsReport:
         )
 
 
+class BegunStep(NamedTuple):
+    """A step whose rules have been applied, until an optimizer steps.
+
+    Attributes:
+        result: what was measured and decided; None if nothing was.
+        is_logged: whether it is to be logged.
+        is_measured: whether all statistics were measured.
+        settings: the settings of the optimizer, for statistics.
+        states: copies of the states of rules from before.
+    """
+
+    result: StepResult | None = None
+    is_logged: bool = False
+    is_measured: bool = False
+    settings: Mapping[str, float] = {}
+    states: Sequence[State] = ()
+
+
 class Gradients(Attachment):
     """The attachment that :func:`gradients` returns. See [Note: the life of a step].
 
@@ -111,12 +130,13 @@ class Gradients(Attachment):
         self._records, self._writer = records, writer
         self._parts_of_loss: Callable[[], int] | None = None
         self._was_logged = True  # the step that was made last
-        self._settings: dict[str, float] = {}  # of the optimizer, in the step that is logged
+        self._settings: Mapping[str, float] = {}  # of the optimizer, in the step that was made last
+        self._begun: BegunStep | None = None  # the step whose rules have been applied, and that is not made yet
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
         self._heir: Callable[[UnwrittenRecords], object] | None = None
         self.on_remove(writer.close)  # given first, so called last: after the last flush
-        engine, optimizer, plan = checks.engine, checks.optimizer, runner.plan
+        engine, step, plan = checks.engine, checks.step, runner.plan
         try:
             for handle in [*runner.local_hooks.attach(), *runner.forward_hooks.attach()]:
                 self.on_remove(handle.remove)
@@ -125,10 +145,11 @@ class Gradients(Attachment):
             # See [Note: one step hook for all] in engines/optimizer_step.py. A step that calls its closure several
             # times would apply the rules several times, so it is refused.
             on_repeat: OnRepeat = "refuse" if plan.rules else "first"
-            self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
+            functions = StepFunctions(self._run_step, self._step_is_made, self._step_is_dropped)
+            self.on_remove(engine.before_step(step, functions, on_repeat).remove)
             self.on_remove(before_clipping(self._before_clipping).remove)
             if plan.after.logged.uses or runner.forward_hooks.has_times:
-                self.on_remove(engine.after_step(optimizer, self._after_step).remove)
+                self.on_remove(engine.after_step(step, self._after_step).remove)
             self.on_remove(self.flush)
             self.on_remove(functools.partial(setattr, self, "_heir", None))
             self.at_exit(self.remove)  # which flushes, then closes the sinks
@@ -168,15 +189,8 @@ class Gradients(Attachment):
         >>> model[0].grad, model[1].grad
         (tensor(1.0000), tensor(4.))
         """
-        engine, optimizer = self._checks.engine, self._checks.optimizer
-        if optimizers is None:
-            engine.begin_step(optimizer, scaler)
-            return
-        chosen = [inner_optimizer(each) for each in optimizers]
-        if not isinstance(optimizer, JointSteps):
-            raise UsageError("begin_step(optimizers=...) is for several optimizers: this attachment has one")
-        with optimizer.only(chosen):
-            engine.begin_step(optimizer, scaler)
+        chosen = None if optimizers is None else [inner_optimizer(each) for each in optimizers]
+        self._checks.engine.begin_step(self._checks.step, scaler, chosen)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Hand in the loss of a micro-batch, on each rank that has one; nothing waits for it.
@@ -209,55 +223,71 @@ class Gradients(Attachment):
         self._parts_of_loss = parts
         self._runner.forward_hooks.takes_outputs = False
 
-    def _before_clipping(
-        self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]
-    ) -> None:
+    def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """Begin the step, if torch's clipping is about to change this step's gradients and they are final."""
-        if self._checks.has_reduced(parameters):
-            scalers = [scaler_of(optimizer) for optimizer in self.optimizers]
-            if all(is_final for _, is_final in scalers):
-                self.begin_step(scalers[0][0])
+        step = self._checks.step
+        if self._checks.has_reduced(parameters) and step.has_new_gradients() and all(map(is_final, step.optimizers)):
+            self.begin_step(scalers.of(step.optimizers[0]))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._checks.before_forward(module)
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    def _run_step(self, step: Step) -> torch.Tensor | None:
         """Measure and rewrite; returns whether to leave the step out, as a bool on the device."""
-        self._checks.before_step(optimizer, self.steps)
-        if isinstance(optimizer, JointSteps) and optimizer.is_in_backward:
-            self._rewrite_in_backward(optimizer)
+        self._forget_begun()  # gradients have changed since the loop began this step
+        self._checks.before_step(self.steps)
+        if step.is_in_backward:
+            self._rewrite_in_backward(step)
             return None
         if self._checks.is_left_to_ranks():
-            self._runner.local_hooks.take()
-            self._runner.forward_hooks.take(self._runner.device, is_logged=False)
-            self._begin_next_step()
+            self._begun = BegunStep()
             return None
         if self._records.has_pending:
             self.flush()
         else:
             self._publish(self._records.read(wait=False))
         is_logged, is_measured = self._is_logged(), self._is_measured()
-        self._settings = self._largest_settings() if is_measured else {}
-        stepping = optimizer.stepping if isinstance(optimizer, JointSteps) else self.optimizers
         is_frequent = self._config.every == 1 or self._config.recent > 0
-        has_others = len(stepping) < len(self.optimizers)
-        result = self._runner.run(self.steps, is_measured, is_frequent, stepping, has_others)
-        decision = result.skip()
-        self._was_logged = is_logged
-        self._records.watch(self.steps, result.merged, decision, is_measured)
-        self._records.watch_events(self.steps, result.events)
-        if is_measured and not self._runner.plan.after.logged.uses and (self._config.stats or result.log):
-            self._record(self.steps, result, is_logged)
-        self._begin_next_step()
-        return decision
+        has_others = len(step.stepping) < len(step.optimizers)
+        states = self._runner.copied_states() if step.is_early else ()
+        result = self._runner.run(self.steps, is_measured, is_frequent, step.stepping, has_others)
+        settings = self._largest_settings() if is_measured else {}
+        self._begun = BegunStep(result, is_logged, is_measured, settings, states)
+        return result.skip()
 
-    def _rewrite_in_backward(self, joint: JointSteps) -> None:
+    def _step_is_made(self) -> None:
+        """An optimizer steps, with the gradients that were measured."""
+        begun, self._begun = self._begun, None
+        if begun is None:  # inside backward
+            return
+        self._runner.end_step(begun.result)
+        if (result := begun.result) is not None:
+            self._was_logged = begun.is_logged
+            self._settings = begun.settings
+            self._records.watch(self.steps, result.merged, result.skip(), begun.is_measured)
+            self._records.watch_events(self.steps, result.events)
+            has_after = bool(self._runner.plan.after.logged.uses)
+            if begun.is_measured and not has_after and (self._config.stats or result.log):
+                self._record(self.steps, result, begun.is_logged)
+        self._begin_next_step()
+
+    def _step_is_dropped(self) -> None:
+        """A ``GradScaler`` has kept the step back: what was noted for it belongs to no step."""
+        self._forget_begun()
+        self._runner.end_step(None)
+
+    def _forget_begun(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._runner.restore_states(begun.states)
+
+    def _rewrite_in_backward(self, step: Step) -> None:
         """Apply the rules to the gradients of the one optimizer that steps; all those of a backward count as one step.
 
-        See [Note: optimizers that step inside backward] in engines/joint_steps.py.
+        See [Note: optimizers that step inside backward] in engines/step.py.
         """
-        name, has_collectives = type(joint.stepping[0]).__name__, self._runner.group is not None
+        name, has_collectives = type(step.stepping[0]).__name__, self._runner.group is not None
         refused = [repr(bound.rule) for bound in self._runner.plan.rules if not bound.rule.takes_one(has_collectives)]
         refused += [repr(each) for each in (*self._config.stats, *self._config.sinks)]
         if refused:
@@ -272,9 +302,9 @@ class Gradients(Attachment):
                 f"{name} steps inside backward, before {self._checks.engine.label} has reduced the gradient, so each "
                 "rank would train another model: step after backward, or use fully_shard"
             )
-        if joint.is_first_in_backward:
+        if step.is_first_in_backward:
             self._begin_next_step()
-        self._runner.run(self.steps - 1, False, False, joint.stepping)
+        self._runner.end_step(self._runner.run(self.steps - 1, False, False, step.stepping))
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -295,7 +325,7 @@ class Gradients(Attachment):
         """The optimizer's settings that a statistic asks for, the largest of its parameter groups."""
         found: dict[str, float] = {}
         for name in sorted({name for stat in self._config.stats for name in stat.settings}):
-            given = [group[name] for group in self._checks.optimizer.param_groups if name in group]
+            given = [group[name] for group in self._checks.step.param_groups if name in group]
             # A tensor on a device would make the host wait, and an optimizer that finds its own rate may have None.
             known = [float(each) for each in given if isinstance(each, (int, float)) or _is_on_host(each)]
             if known:
@@ -418,7 +448,7 @@ class Gradients(Attachment):
     @property
     def optimizers(self) -> tuple[Any, ...]:
         """The torch optimizers that step together."""
-        return optimizers_of(self._checks.optimizer)
+        return self._checks.step.optimizers
 
     @property
     def norm(self) -> torch.Tensor:

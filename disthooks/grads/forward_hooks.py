@@ -143,12 +143,14 @@ class ForwardHooks:
             raise UsageError(f"note_loss({loss!r}): the loss of one micro-batch is needed, a single number")
         self._losses.append(local_part(value.detach()).double().reshape(()))
 
-    def take(self, device: torch.device, is_logged: bool) -> ForwardFacts | None:
-        """What was seen since the last call, on ``device``; None if nobody asks. Called once in each step."""
-        facts, self._facts = self._facts, []
-        losses, self._losses = self._losses, []
-        prints, self._prints = self._prints, {}
-        seconds = self._clock.take()
+    def clear(self) -> None:
+        """Forget what was seen, because the step is made."""
+        self._facts, self._losses, self._prints = [], [], {}
+        self._clock.clear()
+
+    def found(self, device: torch.device, is_logged: bool) -> ForwardFacts | None:
+        """What was seen since the last step, on ``device``; None if nobody asks."""
+        facts, losses, prints, seconds = self._facts, self._losses, self._prints, self._clock.seconds()
         if not (is_logged and self._is_needed) and not self._needs_loss_always:
             return None
         if not is_logged:
@@ -244,7 +246,7 @@ class Clock:
     >>> clock = Clock()
     >>> clock.mark("input")
     >>> clock.mark("forward")
-    >>> [seconds >= 0 for seconds in clock.take()]
+    >>> [seconds >= 0 for seconds in clock.seconds()]
     [True, True, True]
     """
 
@@ -261,10 +263,13 @@ class Clock:
         self._seconds[phase] += now - self._last
         self._last = now
 
-    def take(self) -> list[float]:
-        """The seconds of each phase since the last call."""
-        found, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
-        return list(found.values())
+    def seconds(self) -> list[float]:
+        """The seconds of each phase since the last step."""
+        return list(self._seconds.values())
+
+    def clear(self) -> None:
+        """A step is made."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
 
 class _ModuleHook:

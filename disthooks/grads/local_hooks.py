@@ -163,14 +163,19 @@ class LocalGradientHooks:
         """Begin ``step``: the next gradients belong to it. Statistics get all facts of them if it ``is_logged``."""
         self.rules.step, self._is_logged = step, is_logged
 
-    def take(self, left_out: Iterable[int] = ()) -> list[LocalStats]:
-        """The numbers that were kept of each parameter since the last call. Called once in each step."""
-        self.rules.forget_batches()
+    def found(self, left_out: Iterable[int] = ()) -> list[LocalStats]:
+        """The numbers that were kept of each parameter since the last step, without those of ``left_out``."""
         if not self._stats:
             return self._no_stats
         stay = {self._indices[place] for place in left_out}
-        stats, self._stats = self._stats, {index: self._stats[index] for index in stay if index in self._stats}
-        return [_NO_STATS if index in stay else stats.get(index, _NO_STATS) for index in self._indices]
+        return [_NO_STATS if index in stay else self._stats.get(index, _NO_STATS) for index in self._indices]
+
+    def clear(self, left_out: Iterable[int] = ()) -> None:
+        """Forget these numbers, because the step is made; those of ``left_out`` belong to a later one."""
+        self.rules.forget_batches()
+        if self._stats:
+            stay = {self._indices[place] for place in left_out}
+            self._stats = {index: self._stats[index] for index in stay if index in self._stats}
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         if self.on_gradient is not None:

@@ -75,7 +75,7 @@ class OnGradient(Attachment):
         return self._call(self._shards[index], grad)
 
     @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any) -> None:
         held = {id(parameter) for parameter in self._engine.optimizer_parameters(optimizer)}
         if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
             return

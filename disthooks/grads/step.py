@@ -30,7 +30,7 @@ from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import refuse_reduced, refuse_replicate
-from disthooks.engines.joint_steps import optimizers_of, parameters_of
+from disthooks.engines.step import Step, parameters_of
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
@@ -60,19 +60,19 @@ class StepChecks:
 
     Attributes:
         engine: the engine of the model.
-        optimizer: the optimizer whose steps count.
+        step: the step of the optimizers whose steps count.
         counts: the agreement of the ranks about the number of steps.
     """
 
     def __init__(
         self,
         engine: Engine,
-        optimizer: Any,
+        step: Step,
         parameters: Sequence[nn.Parameter],
         counts: StepCounts,
         has_rules: bool,
     ) -> None:
-        self.engine, self.optimizer, self.counts = engine, optimizer, counts
+        self.engine, self.step, self.counts = engine, step, counts
         self._parameters, self._has_rules = parameters, has_rules
         self._is_known_to_be_alone = False
         self._has_warned = False
@@ -90,7 +90,7 @@ class StepChecks:
             self._is_known_to_be_alone = True
         refuse_reduced(self.engine)
 
-    def before_step(self, optimizer: Any, steps: int) -> None:
+    def before_step(self, steps: int) -> None:
         """Check that this is a step of the parameters that were attached to, and of final gradients.
 
         Raises:
@@ -99,9 +99,9 @@ class StepChecks:
             UsageError: when the gradients are still multiplied by a scale.
         """
         refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
-        for each in optimizers_of(optimizer):
-            refuse_scaled(each)
-        now = self.engine.optimizer_parameters(self.optimizer)
+        for optimizer in self.step.optimizers:
+            refuse_scaled(optimizer)
+        now = self.engine.optimizer_parameters(self.step)
         if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
             raise AttachError(
                 f"the optimizer holds other parameters ({len(now)}) than when gradients() was attached "
@@ -216,6 +216,7 @@ class StepRunner:
         self._is_unreduced = [shard.sharding == "unreduced" and not shard.is_owner for shard in plan.shards]
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
+        self._left_out: Sequence[int] = ()  # parameters of optimizers that did not step in the last step
         self._update: _Update | None = None
         self._has_warned, self._step = False, 0
         self._squares: torch.Tensor | None = None  # of all gradients in the last step, before any rule
@@ -243,16 +244,32 @@ class StepRunner:
         if has_others:
             mine = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
             left_out = [i for i, parameter in enumerate(self._parameters) if id(parameter) not in mine]
-        result = self._run_rounds(grads, local_scale, step, is_logged, left_out)
+        self._left_out = left_out
+        result = self._run_rounds(grads, local_scale, step, is_logged)
         if scale is not None:
             for i in self.plan.rewritten:
                 copy, grad = grads[i], final[i]
                 if copy is not None and grad is not None:
                     grad.copy_(copy * scale)
-        self._deferred_errors.set(result.deferred_errors)
         if self.plan.after.layout(is_logged).uses:
             self._update = _Update(result, is_logged, self._copy_parameters(reuse_copies), tuple(optimizers))
         return result
+
+    def end_step(self, result: StepResult | None) -> None:
+        """The step is made, or dropped if there is no ``result``: hooks see the next one from now on."""
+        self._deferred_errors.set([] if result is None else result.deferred_errors)
+        self.local_hooks.clear(self._left_out if result is not None else ())
+        self.forward_hooks.clear()
+
+    def copied_states(self) -> list[State]:
+        """Copies of the states of rules."""
+        return [{name: value.clone() for name, value in state.items()} for state in self.states]
+
+    def restore_states(self, states: Sequence[State]) -> None:
+        """Put the values of :meth:`copied_states` back."""
+        for state, copy in zip(self.states, states, strict=False):
+            for name, value in copy.items():
+                state[name].copy_(value)
 
     def _gradients(self) -> Grads:
         """The local part of each final gradient; see :meth:`Shard.gradient`."""
@@ -294,11 +311,10 @@ class StepRunner:
         result.merged.append(collectives.reduce(self.group, layout.pack(inputs)))
         return result
 
-    def _run_rounds(
-        self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool, left_out: Sequence[int]
-    ) -> StepResult:
+    def _run_rounds(self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool) -> StepResult:
         result, shards = StepResult(), self.plan.shards
-        local_stats, forward = self.local_hooks.take(left_out), self.forward_hooks.take(self.device, is_logged)
+        local_stats = self.local_hooks.found(self._left_out)
+        forward = self.forward_hooks.found(self.device, is_logged)
         for part in self.plan.rounds:
             layout = part.layout(is_logged)
             inputs = self._inputs(grads)._replace(

@@ -132,7 +132,7 @@ def _left_out(rank: int, engine: str) -> list[Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_that_was_begun(ranks: Ranks, engine: str) -> None:
-    for part, truth in ((_clipped, [True] * 6 + [[3, 3]]), (_never_made, [True] * 4 + [8]), (_left_out, [True] * 9)):
+    for part, truth in ((_clipped, [True] * 6 + [[3, 3]]), (_never_made, [True] * 4 + [4]), (_left_out, [True] * 9)):
         assert ranks(part, engine) == [truth] * 2, part.__doc__
 
 
@@ -210,7 +210,7 @@ def test_a_closure_after_it_was_begun() -> None:
             made.append(_norm(grads_of(model)))
 
         optimizer.step(closure)
-        assert ([_norm(grads_of(model))], watch.steps) == (pytest.approx([made[0] / 2]), 3)
+        assert ([_norm(grads_of(model))], watch.steps) == (pytest.approx([made[0] / 2]), 2)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -239,4 +239,5 @@ def test_under_a_grad_scaler(fused: bool) -> None:
                 step == 2 or close([watch.latest["grad_norm"], watch.latest["grad_norm/max_rank"]], [true] * 2)
             )
     assert (moved, norms) == ([True, False, False, True], [True] * 4)
-    assert (scaler.get_scale(), watch.steps, hasattr(optimizer, "found_inf")) == (4.0, 4, False)
+    # A fused optimizer's step is called, and its kernel reads that the gradients overflowed.
+    assert (scaler.get_scale(), watch.steps, hasattr(optimizer, "found_inf")) == (4.0, 3 + fused, False)

@@ -17,6 +17,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import detect_engine
+from disthooks.engines.step import StepFunctions
 from disthooks.saved.pipeline import pipeline
 from tests.support import needs
 from tests.support.engines import close
@@ -366,7 +367,7 @@ def _skipped(rank: int, stage: int, dtype: str) -> dict[str, bool]:
     step(engine, rank)
     ours, decision, found = detect_engine(engine), torch.tensor(True), {}
     scale, weights, state = ours.gradient_scale(), weights_of(engine), _state(engine)
-    handle = ours.before_step(None, lambda *args: decision)
+    handle = ours.before_step(ours.step_of(None), StepFunctions(lambda step: decision))
     before = (engine.global_steps, engine.skipped_steps)
     for batch in (4, 5):
         engine.backward(loss_of(engine, batch, rank).float())
@@ -414,7 +415,7 @@ def _overflow(rank: int, stage: int, skip: bool) -> dict[str, bool]:
     engine = engine_of(stage, "fp16")
     step(engine, rank)
     ours, weights, seen = detect_engine(engine), weights_of(engine), []
-    handle = ours.before_step(None, lambda *args: torch.tensor(True) if skip else None)
+    handle = ours.before_step(ours.step_of(None), StepFunctions(lambda step: torch.tensor(True) if skip else None))
     scale, before = ours.gradient_scale(), engine.skipped_steps
     with dh.gradients(engine, rules=[lambda name, grad: seen.append(bool(grad.isnan().any())) or grad.nan_to_num(0.0)]):
         for batch in (4, 5):

@@ -139,7 +139,7 @@ def kept(engine: Any, into: dict[str, torch.Tensor]) -> Any:
     """Have whole final gradients in the user's units written down before each step; gives a handle."""
     ours = detect_engine(engine)
 
-    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def look(optimizer: Any) -> None:
         for shard in ours.shards:
             if not shard.parameter.requires_grad:
                 continue

@@ -231,8 +231,8 @@ def _state(engine: Engine, optimizer: Any, everyone: Ranks | None) -> Iterator[_
             f"check_replicas(optimizer=...): the optimizer of {engine.label} keeps its state in partitions, "
             "of which no rank has a copy: leave it out"
         )
-    inner = engine.inner_optimizer(optimizer)
-    shards = [engine.shards[i] for i in optimized_shards(engine, engine.optimizer_parameters(inner))]
+    step = engine.step_of(optimizer)
+    shards = [engine.shards[i] for i in optimized_shards(engine, engine.optimizer_parameters(step))]
     first: dict[int, Any] = {}  # a flat parameter of FSDP1 stands for several of the user's
     for shard in shards:
         first.setdefault(id(shard.parameter), shard)
@@ -246,7 +246,7 @@ def _state(engine: Engine, optimizer: Any, everyone: Ranks | None) -> Iterator[_
                     "optimizer out"
                 )
             continue
-        for key, value in _leaves(inner.state.get(shard.parameter, {})):
+        for key, value in _leaves(step.state_of(shard.parameter)):
             yield from _copies(
                 engine, f"{shard.name}: {key}", value, everyone or shard.replica_ranks, tuple(value.shape)
             )

@@ -69,7 +69,7 @@ class Watchers(Attachment):
     def compare_every(self, every: int, model: nn.Module, optimizer: Any, engine: Engine | None = None) -> None:
         """Compare copies after 1, 2, 4, 8, ... steps, then after each ``every`` steps; call it on all ranks."""
         engine = engine or detect_engine(model)
-        stepping = engine.inner_optimizer(optimizer)
+        step = engine.step_of(optimizer)
         steps = differed = 0
         gathered: tuple[Blamed, ...] = ()
 
@@ -80,7 +80,7 @@ class Watchers(Attachment):
                 return
             try:
                 # It finds the engine anew: since attaching, parameters may have been added to the model, or replaced.
-                report = self.replicas = check_replicas(model, None if optimizer is None else stepping)
+                report = self.replicas = check_replicas(model, optimizer)
                 self._compared_after = steps
             except DisthooksError as error:  # every rank gets the same error, so no rank waits for another
                 warnings.warn(f"check_replicas stops here, after {steps} steps: {error}", stacklevel=2)
@@ -98,7 +98,7 @@ class Watchers(Attachment):
                 gathered = self.blamed.report(all_ranks=True).found
                 self._blamed = list(map(str, gathered)) or self._blamed
 
-        handle = engine.after_step(stepping, compare)
+        handle = engine.after_step(step, compare)
         self.on_remove(handle.remove)
 
     def _tell_blame(self) -> None:

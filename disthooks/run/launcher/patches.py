@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disthooks._match import unwrap_compiled
 from disthooks.config import Plan
 from disthooks.engines.base import inner_optimizer
-from disthooks.engines.optimizer_step import StepHooks, wrap_closure
+from disthooks.engines.optimizer_step import OptimizerHooks, wrap_closure
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.trackers import known_accelerators
@@ -171,16 +171,16 @@ class TorchPatches:
         if given is None:
             self._session.steps(optimizer)
         else:
-            StepHooks.of(optimizer)  # hooks that are attached inside the closure join these, in time for this step
+            OptimizerHooks.of(optimizer)  # hooks that are attached inside the closure join these, in time for this step
         return given
 
     def _in_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
         """Run the closure, then tell the session: gradients are final only then, as Lightning clips in it."""
-        hooks = StepHooks.of(optimizer)
+        hooks = OptimizerHooks.of(optimizer)
         try:
             loss = closure()
             self._session.steps(optimizer)
-            hooks.prepare()
+            hooks.begin_early()
         finally:
             hooks.leave()
         return loss
