@@ -28,7 +28,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
@@ -51,6 +51,9 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 
 #: One new tensor of one dimension with the elements of all tensors in a list, which have the same dtype.
 flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+
+#: The parts of such a tensor, in the shapes of a list of tensors.
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
 
 #: Groups of tensors of one device and one dtype, for foreach kernels, with the places of the tensors if asked for.
 groups_for_foreach: Callable[..., Any] = _foreach_utils._group_tensors_by_device_and_dtype
@@ -172,6 +175,11 @@ def in_backward() -> bool:
 
 #: The number of the backward that this thread is inside of. A backward inside a backward has its own number.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward that this thread is inside of will add to ``leaf.grad``."""
+    return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
 
 
 def in_transform() -> bool:

@@ -37,7 +37,8 @@ from disthooks.config.source import Path, Source
 from disthooks.engines.base import Engine
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import gradients
-from disthooks.grads.attachment import Gradients, GradientsReport
+from disthooks.grads.attachment import Gradients
+from disthooks.grads.gradients_report import GradientsReport
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.grads.sinks.base import WhenRead
 from disthooks.report.watch.watchers import Watchers, say

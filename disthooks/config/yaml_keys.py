@@ -64,6 +64,12 @@ class Watch(_Watchers):
     experts: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
         None, description="Patterns of the parameters of which each rank has its own, and which the engine ignores."
     )
+    copies: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(
+        None, description="Patterns of the parameters that several ranks have alike, without an engine that knows it."
+    )
+    restore_buffers: bool = Field(
+        True, description="Whether what the forwards of a skipped step wrote into buffers is put back."
+    )
     rules: list[Entry] = Field([], description="Applied to the gradients in this order.")
     stats: Bundle | list[Bundle | Entry] = Field(
         [],

@@ -252,6 +252,7 @@ class Engine:
         reduces_late: whether a gradient is reduced after the hooks of its parameter have run, so that no optimizer can
             step in such a hook.
         has_other_parts: whether there are other models, or other ranks with models of their own.
+        copied: the names of parameters that several ranks have alike, as the user has said.
         has_named_state: whether the optimizer keeps its state by parameter, not by partition.
     """
 
@@ -260,6 +261,7 @@ class Engine:
     may_step_unreduced: ClassVar[bool] = False
     reduces_late: ClassVar[bool] = False
     has_other_parts: bool = False
+    copied: frozenset[str] = frozenset()
     has_named_state: bool = True
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
@@ -348,6 +350,10 @@ class Engine:
         and is on the device.
         """
         return None
+
+    def keeps_gradients(self) -> str:
+        """What keeps gradients of a step, so that those of a skipped one spoil later ones; "" for nothing."""
+        return ""
 
     def is_first_gradient(self, index: int) -> bool:
         """Whether the gradient that a local hook is called with is known to be the first since the last step."""

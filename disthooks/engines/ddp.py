@@ -2,9 +2,11 @@
 
 # [Note: the last backward of DDP]
 # The forward decides whether gradients are reduced: inside `no_sync()` DDP does not prepare its reducer, and the
-# backward of that forward leaves each rank with its own gradients. A step depends on the last backward and not on the
-# last forward, because a rank may compute a metric inside `no_sync()` that has no backward. So a forward hook puts a
-# tensor hook on the outputs. When a backward reaches the outputs, that hook notes what their forward decided.
+# backward that comes next leaves each rank with its own gradients. A prepared reducer serves one backward: if two
+# forwards come first, or two losses share one, torch does not reduce the second backward, and says nothing. So a
+# forward hook notes that the reducer is prepared, and puts a tensor hook on the outputs. When a backward reaches the
+# outputs and will accumulate gradients (`torch.autograd.grad` may not), that hook notes whether the reducer was
+# prepared for it.
 # torch's PipelineStage runs each forward inside `no_sync()`. It prepares the reducer itself before the last backward of
 # a step, which alone is outside of `no_sync()`.
 #
@@ -31,7 +33,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from disthooks._handles import UncopiedHook
 from disthooks._match import canonical_name, is_of_class, unwrap_engine
 from disthooks._registry import register
-from disthooks._torch import in_pipeline_stage
+from disthooks._torch import accumulates, backward_id, in_pipeline_stage
 from disthooks.engines.base import Engine, Part, Removable, Shard
 from disthooks.errors import AttachError
 
@@ -54,7 +56,8 @@ class Ddp(Engine):
         self._wrapper = wrapper
         # See [Note: the parameters that DDP reduces].
         self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
-        self._last_forward_prepares = True
+        self._is_prepared = False  # the reducer, for the backward that comes next
+        self._last_backward = -1  # its number
         self._last_backward_reduces = True
         self._is_of_pipeline = False  # the last forward
         super().__init__(unwrap_engine(model), ranks, dist.get_rank(wrapper.process_group))
@@ -86,29 +89,40 @@ class Ddp(Engine):
         if self._last_backward_reduces:
             return ""
         return (
-            f"the last backward was of a forward inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has "
-            "gradients of its own, which nobody reduced, and there is none that rules could act on alike. Run the last "
-            "micro-batch of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, "
-            "or remove() the attachment"
+            f"DDP did not reduce the gradients of the last backward: each of the ranks {list(self.ranks)} has its own, "
+            "and there is none that rules could act on alike. Either its forward was inside no_sync(): run the last "
+            "micro-batch of a step outside of it; for local SGD, where ranks step by themselves, give no rules, or "
+            "remove() the attachment. Or it was the second backward after a forward: call each backward before the "
+            "next forward, or add the losses and call one backward"
         )
+
+    def keeps_gradients(self) -> str:
+        kinds = (type(state).__name__ for _, state in self._wrapper._comm_hooks if hasattr(state, "error_dict"))
+        return next((f"DDP's communication hook ({kind})" for kind in kinds), "")
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         # DDP asks the same in its forward, and prepares its reducer or does not.
-        self._last_forward_prepares = bool(self._wrapper.require_backward_grad_sync)
-        self._is_of_pipeline = not self._last_forward_prepares and in_pipeline_stage()
+        prepares = bool(self._wrapper.require_backward_grad_sync)
+        self._is_of_pipeline = not prepares and in_pipeline_stage()
+        self._is_prepared = self._is_prepared or (prepares and torch.is_grad_enabled())
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
         tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
         if not tensors:  # the output is an object that DDP does not look into either
-            self._last_backward_reduces = self._last_forward_prepares
+            self._last_backward_reduces, self._is_prepared = self._is_prepared, False
         for tensor in tensors:
-            decided = None if self._is_of_pipeline else self._last_forward_prepares
-            tensor.register_hook(functools.partial(self._begin_backward, decided))
+            tensor.register_hook(functools.partial(self._begin_backward, self._is_of_pipeline))
 
-    def _begin_backward(self, reduces: bool | None, grad: torch.Tensor) -> None:
-        self._last_backward_reduces = bool(self._wrapper.require_backward_grad_sync) if reduces is None else reduces
+    def _begin_backward(self, is_of_pipeline: bool, grad: torch.Tensor) -> None:
+        if backward_id() == self._last_backward:  # it has reached another output before
+            return
+        if not any(accumulates(s.parameter) for s in self.shards if s.parameter.requires_grad):
+            return
+        self._last_backward = backward_id()
+        prepared, self._is_prepared = self._is_prepared, False
+        self._last_backward_reduces = bool(self._wrapper.require_backward_grad_sync) if is_of_pipeline else prepared
         self._see_backward()
 
     def check(self) -> None:

@@ -39,7 +39,7 @@ from torch import nn
 from disthooks._match import is_of_class, unwrap_engine
 from disthooks._registry import register
 from disthooks.engines.base import Engine, Part, Removable, Shard, Sharding
-from disthooks.engines.optimizer_step import CallbackHandle, OnRepeat
+from disthooks.engines.optimizer_step import CallbackHandle, OnRepeat, joint_decision
 from disthooks.engines.step import Step, StepFunctions
 from disthooks.errors import AttachError
 
@@ -229,7 +229,8 @@ class DeepSpeedStep:
         for run in list(self.early):
             run(self._engine.basic_optimizer)
         decisions = [functions.run(step) for step, functions in list(self.late)]
-        for _, functions in list(self.late):
+        for step, functions in list(self.late):
+            step.skipped = joint_decision(decisions)
             functions.made()
         if overflow is not None and (first := next(self._grads(), None)) is not None:
             with torch.no_grad():  # nothing waits for the device

@@ -19,6 +19,12 @@ its own.
 # the norm, the decision and the factor are those of all experts. If there are several such groups, ranks at the same
 # place in them have copies, and the ranks of the first group own them.
 
+# [Note: copies]
+# Several ranks may have one weight alike, and no engine knows it: two stages of a pipeline share an embedding, or plain
+# modules have a router beside experts of their own, and the loop averages the gradients. The ranks tell each other such
+# a parameter by the entry of `copies` that names it, and by its place among those that the entry matches, because two
+# stages may have it under different names. The ranks of the first part own it, so it counts once.
+
 from __future__ import annotations
 
 import dataclasses
@@ -30,15 +36,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from disthooks._match import Pattern, as_patterns, match
+from disthooks._match import Pattern, as_patterns, is_match, match
 from disthooks._ranks import global_rank, world_ranks
 from disthooks._torch import scaler_under_way
-from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard
+from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard, Sharding
 from disthooks.engines.step import parameters_of
 from disthooks.errors import AttachError, MatchError, UsageError
 
 #: For each pattern of parameters the ranks of the group, each of which has experts of its own.
 Experts = Mapping[Pattern, tuple[int, ...]]
+
+#: The patterns of each entry of ``copies``.
+Copies = Sequence[tuple[Pattern, ...]]
 
 
 class Described(NamedTuple):
@@ -51,6 +60,8 @@ class Described(NamedTuple):
         dtype: the name of its dtype.
         requires_grad: whether it needs gradients.
         group: the ranks of the group in which each rank has an expert of its own; () if it is no expert.
+        copy: the number of the entry of ``copies`` that names it, and its place among those that the entry matches; ()
+            if it is no copy. See [Note: copies].
     """
 
     part: tuple[tuple[int, ...], int]
@@ -59,10 +70,11 @@ class Described(NamedTuple):
     dtype: str
     requires_grad: bool
     group: tuple[int, ...]
+    copy: tuple[int, int] | tuple[()] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.part, self.name
+        return self.copy or (self.part, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +95,7 @@ class Joined(Engine):
     Attributes:
         engines: the engine of each model.
         experts: the shards of this rank that are experts.
+        whole: the parameters that this rank has whole, with their descriptions; no experts.
     """
 
     def __init__(
@@ -91,6 +104,7 @@ class Joined(Engine):
         ranks: Sequence[int],
         parameters: Sequence[nn.Parameter],
         experts: Experts,
+        copies: Copies,
         gather: Any,
         scaler: Any = None,
     ) -> None:
@@ -106,7 +120,7 @@ class Joined(Engine):
         local: list[OwnParameter] = []
         try:
             self._check(parameters)
-            local = list(self._local(parameters, experts))
+            local = list(self._local(parameters, experts, copies))
         except UsageError as error:  # raised on all ranks, so that none waits for this one
             failure = str(error)
         self._gather = gather
@@ -117,10 +131,19 @@ class Joined(Engine):
         self._has_experts = any(each.group for described in everyone for each in described)
         if experts and not self._has_experts:
             raise MatchError(f"experts: no parameter of any rank matches {' or '.join(map(repr, experts))}")
-        self._has_stages = len({each.part[0] for described in everyone for each in described}) > 1
-        self.has_other_parts = self._has_stages or len(engines) > 1
+        self.has_stages = len({each.part[0] for described in everyone for each in described}) > 1
+        self.has_other_parts = self.has_stages or len(engines) > 1
         self._refuse_scaler(scaler)
+        copied = {each.copy[0] for described in everyone for each in described if each.copy}
+        if missed := [patterns for entry, patterns in enumerate(copies) if entry not in copied]:
+            raise MatchError(f"copies: no parameter of any rank matches {' or '.join(map(repr, missed[0]))}")
         self.experts: list[Shard] = []
+        self.copied = frozenset()
+        self.whole = [
+            (each.described, each.engine.shards[each.index])
+            for each in local
+            if not each.described.group and each.engine.shards[each.index].sharding != "sharded"
+        ]
         self.shards = tuple(self._union(local, everyone))
 
     @property
@@ -157,11 +180,11 @@ class Joined(Engine):
                 f"({self.label}): make the optimizers from their parameters, after the engines took the models"
             )
 
-    def _local(self, parameters: Sequence[nn.Parameter], experts: Experts) -> Iterator[OwnParameter]:
+    def _local(self, parameters: Sequence[nn.Parameter], experts: Experts, copies: Copies) -> Iterator[OwnParameter]:
         ids = {id(parameter) for parameter in parameters}
         engine_of: dict[int, Engine] = {}  # a parameter that two models share counts in the first
         for place, engine in enumerate(self.engines):
-            groups = _groups_of(engine, experts)
+            groups, copied = _groups_of(engine, experts), _copies_of(engine, copies)
             for index, shard in enumerate(engine.shards):
                 if id(shard.parameter) in ids and engine_of.setdefault(id(shard.parameter), engine) is engine:
                     dtype = str(shard.parameter.dtype).removeprefix("torch.")
@@ -172,6 +195,7 @@ class Joined(Engine):
                         dtype,
                         shard.parameter.requires_grad,
                         groups.get(index, ()),
+                        copied.get(index, ()),
                     )
                     yield OwnParameter(engine, index, described)
 
@@ -199,11 +223,15 @@ class Joined(Engine):
                 if one.group:
                     shard = self._expert(shard, described, here.described.group)
                     self.experts.append(shard)
+                if one.copy:
+                    shard = self._copy(shard, described, here.described)
                 yield shard
                 continue
             empty = torch.empty(0, dtype=getattr(torch, one.dtype), device=device)
             self._absent.append(nn.Parameter(empty, requires_grad=one.requires_grad and empty.is_floating_point()))
-            yield Shard(name, self._absent[-1], False, "sharded", Part(_stacked(one), span=(0, 0)), one.part[0])
+            kind: Sharding = "unreduced" if one.copy and len(one.part[0]) == 1 else "sharded"
+            ranks = _ranks_of(described) if one.copy else one.part[0]
+            yield Shard(name, self._absent[-1], False, kind, Part(_stacked(one), span=(0, 0)), ranks)
 
     def _expert(self, shard: Shard, described: Sequence[Described], group: tuple[int, ...]) -> Shard:
         """The shard of an expert of this rank; see [Note: experts]."""
@@ -225,6 +253,20 @@ class Joined(Engine):
             replica_ranks=tuple(sorted(each[place] for each in groups)),
         )
 
+    def _copy(self, shard: Shard, described: Sequence[Described], here: Described) -> Shard:
+        """The shard of a parameter that other ranks have too; see [Note: copies]."""
+        if len({(each.shape, len(each.part[0])) for each in described}) > 1:
+            raise AttachError(
+                f"copies: {shard.name!r} has other shapes or other engines on other ranks "
+                f"({[(each.name, each.shape) for each in described[:3]]}): an entry names one parameter of each "
+                "rank, or several in the same order"
+            )
+        kind: Sharding = "unreduced" if len(here.part[0]) == 1 else shard.sharding
+        is_owner = shard.is_owner and here.part == described[0].part
+        self.copied |= {shard.name}
+        ranks = _ranks_of(described) if kind == "unreduced" else shard.replica_ranks
+        return dataclasses.replace(shard, is_owner=is_owner, sharding=kind, replica_ranks=ranks)
+
     # -- what all engines do together
 
     def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
@@ -240,7 +282,7 @@ class Joined(Engine):
             engine.check()
 
     def _refuse_scaler(self, scaler: Any) -> None:
-        if self._has_stages and scaler is not None and scaler.is_enabled():
+        if self.has_stages and scaler is not None and scaler.is_enabled():
             raise UsageError(
                 "process_group= with a GradScaler: each stage's scaler would look at the gradients of its own stage, "
                 "leave the step out alone and take another scale, while other stages step: train in bfloat16, which "
@@ -249,6 +291,9 @@ class Joined(Engine):
 
     def reason_unreduced(self) -> str:
         return next((why for engine in self.engines if (why := engine.reason_unreduced())), "")
+
+    def keeps_gradients(self) -> str:
+        return next((what for engine in self.engines if (what := engine.keeps_gradients())), "")
 
     def watch_backward(self, see: Callable[[], None]) -> list[Removable]:
         return [handle for engine in self.engines for handle in engine.watch_backward(see)]
@@ -291,6 +336,21 @@ def _groups_of(engine: Engine, experts: Experts) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def _ranks_of(described: Sequence[Described]) -> tuple[int, ...]:
+    """The ranks that have a parameter."""
+    return tuple(sorted({rank for each in described for rank in each.part[0]}))
+
+
+def _copies_of(engine: Engine, copies: Copies) -> dict[int, tuple[int, int]]:
+    """For each parameter of ``engine`` that other ranks have too, its entry and its place there."""
+    found: dict[int, tuple[int, int]] = {}
+    named = [(shard.name, shard.as_full_parameter()) for shard in engine.shards]
+    for entry, patterns in enumerate(copies):
+        matched = [i for i, (name, value) in enumerate(named) if any(is_match(p, name, value) for p in patterns)]
+        found |= {index: (entry, place) for place, index in enumerate(matched)}
+    return found
+
+
 def _stacked(described: Described) -> torch.Size:
     """The shape of a parameter; of an expert, that of the experts of all ranks of a group, one behind the other."""
     if not described.group:
@@ -311,6 +371,20 @@ def ranks_of_group(what: str, group: Any) -> tuple[int, ...]:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(f"{what}={group!r}: give a process group, a DeviceMesh of one dimension, or 'world'")
     return tuple(dist.get_process_group_ranks(group))
+
+
+def copies_of(given: Any, ranks: tuple[int, ...]) -> Copies:
+    """The argument ``copies``: patterns, or a dict of patterns and groups, which have to be among ``ranks``.
+
+    Raises:
+        UsageError: when it is something else.
+    """
+    if not isinstance(given, Mapping):
+        return [(pattern,) for pattern in as_patterns(given)] if given else []
+    for group in given.values():
+        if group is not None and not set(found := ranks_of_group("copies", group)) <= set(ranks):
+            raise UsageError(f"copies: the ranks {list(found)} are not all among those that step, {list(ranks)}")
+    return [as_patterns(patterns) for patterns in given]
 
 
 def experts_of(given: Any, ranks: tuple[int, ...]) -> Experts:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks._torch import Inner, step_wrapper, uncompiled
 from disthooks.engines.new_gradients import GradientMark, NewGradients
-from disthooks.engines.skip import Witness, end_step, should_skip
+from disthooks.engines.skip import Witness, end_step, should_skip, tell_accelerate
 from disthooks.errors import UsageError
 
 # [Note: one step hook for all]
@@ -53,6 +53,7 @@ class JoinedStep(Protocol):
     """What :class:`OptimizerHooks` needs of a :class:`~disthooks.engines.step.Step`."""
 
     on_repeat: OnRepeat
+    skipped: torch.Tensor | None
 
     def begin(self, optimizer: Any, is_early: bool) -> torch.Tensor | None:
         """Run the functions, unless they have run for these gradients; return the decision to skip the step."""
@@ -216,8 +217,14 @@ class OptimizerHooks:
                 run(optimizer)
         self._mark_of_all = None
         decision = joint_decision([step.enter(optimizer) for step in list(self.steps)])
+        for step in self.steps:
+            step.skipped = decision
         # The optimizer gets the decision now and not when the step is begun, as a GradScaler would write over it.
-        return decision is not None and should_skip(decision, optimizer)
+        if decision is None:
+            return False
+        is_skipped = should_skip(decision, optimizer)
+        tell_accelerate(decision)
+        return is_skipped
 
     def _has_run_for_all(self) -> bool:
         return self._mark_of_all is not None and self.gradients.is_same(self._mark_of_all)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -60,6 +62,27 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
         # At most 1, because the kernels skip the update if the number is 1, and make it if the number is 2.
         told.found_inf = (theirs + ours.to(theirs.device, non_blocking=True)).clamp(max=1.0)
     return False
+
+
+def tell_accelerate(decision: torch.Tensor) -> None:
+    """Let accelerate's ``optimizer_step_was_skipped`` tell of the step that its wrapper makes now.
+
+    The wrapper is found on the stack, as in [Note: looking up the stack] of _torch.py.
+    """
+    module: Any = sys.modules.get("accelerate.optimizer")
+    code = None if module is None else module.AcceleratedOptimizer.step.__code__
+    frame: FrameType | None = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return
+    wrapper = frame.f_locals["self"]
+    if wrapper.scaler is None:
+        wrapper._is_overflow = (
+            bool(decision) if decision.is_cpu else decision
+        )  # it waits for the device when it is read
+    elif decision.is_cpu and bool(decision):
+        wrapper._accelerate_step_called = False  # from this the wrapper concludes that the step was skipped
 
 
 @functools.cache

@@ -74,7 +74,9 @@ class StepFunctions(NamedTuple):
 
 
 class Step:
-    """One step of one optimizer, or of several together; see [Note: the states of a step].
+    """One step of one optimizer, or of several together.
+
+    See [Note: the states of a step] and [Note: optimizers that step together].
 
     An object of this class stands for its optimizers: it has the parameter groups and the states of all of them.
 
@@ -85,6 +87,8 @@ class Step:
         optimizers: the optimizers.
         stepping: the optimizers of the step that was begun last.
         state: the state; see [Note: the states of a step].
+        skipped: whether the step that was made last was skipped, as a bool on the device; None if nothing decided. All
+            that is attached to its optimizers decides together.
         on_repeat: how a step is treated that calls its closure again.
         is_early: whether it was begun before an optimizer's step was called.
         is_in_backward: whether it was begun inside backward; see [Note: optimizers that step inside backward].
@@ -97,6 +101,7 @@ class Step:
         self.optimizers = self.stepping = tuple(optimizers)
         _refuse_shared(self.optimizers)
         self.state: Literal["idle", "begun", "stepping", "done", "skipped"] = "idle"
+        self.skipped: torch.Tensor | None = None
         self.on_repeat: OnRepeat = "first"
         self.is_early = self.is_in_backward = self.is_first_in_backward = False
         self._functions: list[StepFunctions] = []
@@ -109,6 +114,7 @@ class Step:
         self._found_inf: dict[int, list[torch.Tensor]] = {}  # of each optimizer's scaler, by place
         self._backward = -1  # the number of the backward in which the last step was begun
         self._backwards_before = 0  # how many backwards there were when the last step was made
+        self._most_backwards = 0  # in one step
         self._has_seen_backward = False  # whether there was one before the step that was made last
 
     @property
@@ -177,6 +183,11 @@ class Step:
         """Whether there was a backward since the last step was made."""
         return self.backwards > self._backwards_before
 
+    @property
+    def lacks_step(self) -> bool:
+        """Whether there were more backwards since the last step than any step had."""
+        return self.backwards - self._backwards_before > self._most_backwards
+
     def has_new_gradients(self) -> bool:
         """Whether there are gradients that no step was made with.
 
@@ -225,6 +236,7 @@ class Step:
             self.state = "stepping"
             if not self.is_in_backward:
                 self._has_seen_backward = self.has_unused_backward
+                self._most_backwards = max(self._most_backwards, self.backwards - self._backwards_before)
                 self._backwards_before = self.backwards
             for functions in list(self._functions):
                 functions.made()
@@ -265,9 +277,14 @@ class Step:
         if not others:  # its scaler, if it has one, has called its step
             return
         given = scaler_under_way()
-        own = {i: scalers.of(one) if scalers.is_known(one) else given for i, one in others.items()}
-        if given is None:
-            own = {i: scalers.of_unscaled(one) if is_early else scalers.of(one) for i, one in others.items()}
+        own: dict[int, Any] = {}
+        for i, one in others.items():
+            if not is_early:
+                own[i] = scalers.of(one)
+            elif given is None:
+                own[i] = scalers.of_unscaled(one)
+            else:
+                own[i] = scalers.of(one) if scalers.is_known(one) else given
         for i, scaler in own.items():
             if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
                 unscale(scaler, stepping[i])

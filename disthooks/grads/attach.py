@@ -20,16 +20,18 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from disthooks._handles import first_names
 from disthooks._hashing import Checksums
 from disthooks._match import Pattern
-from disthooks._ranks import describe, global_rank
+from disthooks._ranks import describe, global_rank, has_several_ranks
 from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import detect_engine, refuse_replicate
-from disthooks.engines.joined import Joined, experts_of, ranks_of_group
+from disthooks.engines.joined import Joined, copies_of, experts_of, ranks_of_group
 from disthooks.engines.step import Step, parameters_of
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
@@ -59,6 +61,8 @@ def gradients(
     scaler: Any = None,
     process_group: Any = None,
     experts: Any = None,
+    copies: Any = None,
+    restore_buffers: bool = True,
     _engine: Engine | None = None,
 ) -> Gradients:
     """Before every step of ``optimizer``, apply ``rules`` to the final gradients; log ``stats`` of some steps.
@@ -99,6 +103,13 @@ def gradients(
         experts: patterns of the parameters of which each rank has its own, which FSDP or DDP was told to ignore; or a
             dict that has for each pattern the group, each of whose ranks has other experts. All of them count then.
             Without a group these are all ranks.
+        copies: patterns of the parameters that several ranks have alike without an engine that knows it: a weight that
+            two stages of a pipeline share, or the router beside experts on plain modules. Average their gradients over
+            these ranks yourself; they count once. Or a dict that has for each pattern, or tuple of patterns if ranks
+            have it under different names, the group. ``()`` says that no parameter is such a copy, although ranks begin
+            with the same values.
+        restore_buffers: whether what the forwards of a skipped step wrote into buffers, such as the running statistics
+            of a batch norm, is put back. Otherwise a warning says at the first such step that it stays.
 
     Returns:
         A handle with ``latest``, ``flush()``, ``report()`` and ``remove()``; also a context manager. A script may drop
@@ -120,7 +131,7 @@ def gradients(
     >>> watch.latest["grad_norm"], model.weight.grad
     (5.0, tensor([[0.6000, 0.8000]]))
     """
-    config = _checked(rules, stats, sinks, every, recent, groups, also, scaler)
+    config = _checked(rules, stats, sinks, every, recent, groups, also, scaler, restore_buffers)
     models: list[Any] = [*model] if isinstance(model, (list, tuple)) else [model]
     if not models:
         raise UsageError("model=[]: give the models of the optimizer")
@@ -129,13 +140,23 @@ def gradients(
     for engine in engines:
         refuse_replicate(engine)
     step = engines[0].step_of(optimizer)
-    if len(engines) == 1 and process_group is None and not experts:
+    if process_group is None and (experts or copies) and all(engine.trains_alone for engine in engines):
+        process_group = "world" if has_several_ranks() else None
+    if len(engines) == 1 and process_group is None and not experts and not copies:
         return _attach(engines[0], models, step, config)
-    return _attach(_joined(engines, step, process_group, experts, scaler), models, step, config)
+    return _attach(_joined(engines, step, process_group, experts, copies, scaler), models, step, config)
 
 
 def _checked(
-    rules: Any, stats: Any, sinks: Any, every: Any, recent: Any, groups: Any, also: Any, scaler: Any
+    rules: Any,
+    stats: Any,
+    sinks: Any,
+    every: Any,
+    recent: Any,
+    groups: Any,
+    also: Any,
+    scaler: Any,
+    restore_buffers: Any,
 ) -> GradientsConfig:
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: log every how many steps? An int of at least 1")
@@ -158,10 +179,12 @@ def _checked(
     if asked and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     others = [as_also_logged(it) for it in _listed("also", also)]
-    return GradientsConfig(chosen, watched, targets, every, grouped, others, scaler, recent)
+    return GradientsConfig(chosen, watched, targets, every, grouped, others, scaler, recent, bool(restore_buffers))
 
 
-def _joined(engines: Sequence[Engine], step: Step, process_group: Any, experts: Any, scaler: Any) -> Joined:
+def _joined(
+    engines: Sequence[Engine], step: Step, process_group: Any, experts: Any, copies: Any, scaler: Any
+) -> Joined:
     """The engines of several models or ranks as one; all ranks call it."""
     ranks = engines[0].ranks if process_group is None else ranks_of_group("process_group", process_group)
     if process_group is None and any(engine.ranks != ranks for engine in engines):
@@ -173,11 +196,40 @@ def _joined(engines: Sequence[Engine], step: Step, process_group: Any, experts: 
     parameters = parameters_of(step)
     device = collectives.device_for(group, parameters[0].device if parameters else torch.device("cpu"))
     gather = functools.partial(collectives.gather_distinct, group, device)
-    joined = Joined(engines, ranks, parameters, experts_of(experts, ranks), gather, scaler)
+    joined = Joined(engines, ranks, parameters, experts_of(experts, ranks), copies_of(copies, ranks), gather, scaler)
+    if joined.has_stages:
+        _refuse_wrong_copies(joined, gather, copies is None)
     has_group = isinstance(experts, Mapping) and None not in experts.values()
     if experts and not has_group:
         _refuse_copies_of_experts(experts, joined, group, device)
     return joined
+
+
+def _refuse_wrong_copies(joined: Joined, gather: Any, should_find: bool) -> None:
+    """Raise AttachError, on every rank, if ``copies`` differ, or if ``should_find`` and a copy is not named.
+
+    A parameter whose elements are all the same (zeros, ones) tells nothing.
+    """
+    checksums = Checksums()
+    mine = [
+        (described.part, described.copy[:2], shard.name, tuple(shard.shape), int(checksums(shard.values().detach())))
+        for described, shard in joined.whole
+        if shard.values().numel() and bool((shard.values() != shard.values().flatten()[0]).any())
+    ]
+    seen: dict[Any, Any] = {}
+    for part, copy, name, shape, checksum in sorted({row for told in gather(mine) for row in told}):
+        key = ("copy", *copy) if copy else (shape, checksum)
+        first_part, first_name, first_sum = seen.setdefault(key, (part, name, checksum))
+        where = f"{first_name!r} on the ranks {list(first_part[0])} and {name!r} on the ranks {list(part[0])}"
+        if copy and checksum != first_sum:
+            raise AttachError(f"copies: {where} have different values: give them the same values before attaching")
+        if should_find and not copy and part[0] != first_part[0]:
+            raise AttachError(
+                f"{where} have the same values. If they are copies (a weight that two stages share), each would count: "
+                f"name them, copies={{({first_name!r}, {name!r}): group}}, or copies={name!r} if they have one name on "
+                "all ranks, and average their gradients. If they are different parameters that begin alike, say "
+                "copies=()"
+            )
 
 
 def _refuse_copies_of_experts(experts: Any, joined: Joined, group: Any, device: torch.device) -> None:
@@ -249,12 +301,38 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
             f"recent={config.recent}: nothing tells in which step something happens: add stats.NonFinite(), "
             "SkipNonFinite or ClipNorm, which look at every step"
         )
-    return Gradients(config, checks, runner, records, _open_sinks(config, engine, runner))
+    changed = _changed_gradients(engine, plan, local_rules)
+    _refuse_twice(changed)
+    attached = Gradients(config, checks, runner, records, _open_sinks(config, engine, runner))
+    _attached[attached] = changed
+    attached.on_remove(functools.partial(_attached.pop, attached, None))
+    return attached
+
+
+#: What is attached, and the parameters whose gradients its rules may change: the name of each by its identity.
+_attached: WeakKeyDictionary[Gradients, dict[int, str]] = WeakKeyDictionary()
+
+
+def _changed_gradients(engine: Engine, plan: StepPlan, local_rules: LocalRules) -> dict[int, str]:
+    shards = [plan.shards[i] for i in plan.rewritten] + [engine.shards[i] for s in local_rules.scopes for i in s]
+    return {id(shard.parameter): shard.name for shard in shards}
+
+
+def _refuse_twice(changed: Mapping[int, str]) -> None:
+    """Raise UsageError if the rules of another attachment change the same gradients: both would act."""
+    for other, theirs in list(_attached.items()):
+        if shared := [name for key, name in changed.items() if key in theirs]:
+            raise UsageError(
+                f"gradients(): another attachment, {other!r}, has rules that change the gradients of "
+                f"{first_names(shared)}, and both would act, one after the other: give all rules in one list, or "
+                "remove() the other attachment first"
+            )
 
 
 def _refuse_different_copies(engine: Engine, shards: Sequence[Shard], group: Any, device: torch.device) -> None:
     """Raise AttachError if ranks have different values of a parameter whose gradient nobody reduces."""
-    apart = [shard for shard in shards if shard.sharding == "unreduced" and shard.parameter.requires_grad]
+    trained = [shard for shard in shards if shard.parameter.requires_grad and shard.name not in engine.copied]
+    apart = [shard for shard in trained if shard.sharding == "unreduced"]
     if not apart or group is None:
         return
     checksums = Checksums()

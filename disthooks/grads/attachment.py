@@ -15,13 +15,14 @@ from torch import nn
 from disthooks._handles import Attachment, UncopiedHook, check_state
 from disthooks._match import Pattern
 from disthooks._ranks import has_several_ranks
-from disthooks._tensors import format_bytes
 from disthooks.engines.base import inner_optimizer
 from disthooks.engines.optimizer_step import OnRepeat
 from disthooks.engines.scalers import is_final, scalers
 from disthooks.engines.step import Step, StepFunctions
 from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
+from disthooks.grads.buffers import BuffersBefore
+from disthooks.grads.gradients_report import GradientsReport, no_step_followed
 from disthooks.grads.plan import BoundRule
 from disthooks.grads.records import ReadRecords, RecentStep, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
@@ -42,45 +43,7 @@ class GradientsConfig:
     also: Sequence[AlsoLogged] = ()
     scaler: Any = None
     recent: int = 0
-
-
-@dataclass(frozen=True)
-class GradientsReport:
-    """The engine of an attachment, and the cost of its steps; ``print`` shows it in words.
-
-    >>> print(GradientsReport("DDP", (0, 1), 8, rounds=1, collectives=(0, 2), bytes=(0, 2048), steps=60))
-    DDP, 2 ranks, 8 parameters, 60 steps
-    a step that is not logged makes no all-reduce
-    a logged step measures once, and makes 2 all-reduces of 2.0 KiB in all
-
-    Attributes:
-        engine: which engine was found.
-        ranks: the global ranks whose gradients belong together.
-        parameters: how many parameters the optimizer holds.
-        rounds: how many measurements a logged step takes; each rule that measures gradients which another rule rewrote
-            adds one, and so do statistics of the update.
-        collectives: all-reduces in a step that is not logged, and in one that is; at most two a round.
-        bytes: how many bytes each rank gives to them, in a step that is not logged, and in one that is.
-        steps: how many steps there have been.
-    """
-
-    engine: str
-    ranks: tuple[int, ...]
-    parameters: int
-    rounds: int
-    collectives: tuple[int, int]
-    bytes: tuple[int, int]
-    steps: int
-
-    def __str__(self) -> str:
-        ranks = f"{len(self.ranks)} ranks" if len(self.ranks) > 1 else "1 rank"
-        usual, logged = map(_all_reduces, self.collectives, self.bytes)
-        times = {0: "nothing", 1: "once", 2: "twice"}.get(self.rounds, f"{self.rounds} times")
-        return (
-            f"{self.engine}, {ranks}, {self.parameters} parameters, {self.steps} steps\n"
-            f"a step that is not logged makes {usual}\n"
-            f"a logged step measures {times}, and makes {logged}"
-        )
+    restore_buffers: bool = True
 
 
 class BegunStep(NamedTuple):
@@ -132,12 +95,19 @@ class Gradients(Attachment):
         self._was_logged = True  # the step that was made last
         self._settings: Mapping[str, float] = {}  # of the optimizer, in the step that was made last
         self._begun: BegunStep | None = None  # the step whose rules have been applied, and that is not made yet
+        self._has_said_kept = False
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
         self._heir: Callable[[UnwrittenRecords], object] | None = None
         self.on_remove(writer.close)  # given first, so called last: after the last flush
         engine, step, plan = checks.engine, checks.step, runner.plan
+        called = (*runner.forward_hooks.models_called, *engine.models)
+        self._buffers = BuffersBefore(engine.models, called, config.restore_buffers)
+        self._may_skip = any(bound.rule.skips for bound in plan.rules)
         try:
+            for handle in self._buffers.attach() if self._may_skip else ():
+                self.on_remove(handle.remove)
+            self._warn_of_kept_gradients()
             for handle in [*runner.local_hooks.attach(), *runner.forward_hooks.attach()]:
                 self.on_remove(handle.remove)
             for model in engine.models if engine.trains_alone and has_several_ranks() else ():
@@ -151,6 +121,7 @@ class Gradients(Attachment):
             if plan.after.logged.uses or runner.forward_hooks.has_times:
                 self.on_remove(engine.after_step(step, self._after_step).remove)
             self.on_remove(self.flush)
+            self.on_remove(self._warn_of_no_step)
             self.on_remove(functools.partial(setattr, self, "_heir", None))
             self.at_exit(self.remove)  # which flushes, then closes the sinks
         except BaseException:
@@ -224,7 +195,10 @@ class Gradients(Attachment):
         self._runner.forward_hooks.takes_outputs = False
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin the step, if torch's clipping is about to change this step's gradients and they are final."""
+        """Begin the step, if torch's clipping is about to change this step's gradients and they are final.
+
+        See [Note: clipping under a GradScaler] in engines/when_final.py.
+        """
         step = self._checks.step
         if self._checks.has_reduced(parameters) and step.has_new_gradients() and all(map(is_final, step.optimizers)):
             self.begin_step(scalers.of(step.optimizers[0]))
@@ -237,6 +211,7 @@ class Gradients(Attachment):
         """Measure and rewrite; returns whether to leave the step out, as a bool on the device."""
         self._forget_begun()  # gradients have changed since the loop began this step
         self._checks.before_step(self.steps)
+        self._warn_of_kept_gradients()
         if step.is_in_backward:
             self._rewrite_in_backward(step)
             return None
@@ -261,8 +236,11 @@ class Gradients(Attachment):
         begun, self._begun = self._begun, None
         if begun is None:  # inside backward
             return
-        self._runner.end_step(begun.result)
-        if (result := begun.result) is not None:
+        result = begun.result
+        if result is not None and (decision := result.skip()) is not None:
+            result.deferred_errors += self._buffers.treat(self.steps, decision)
+        self._runner.end_step(result)
+        if result is not None:
             self._was_logged = begun.is_logged
             self._settings = begun.settings
             self._records.watch(self.steps, result.merged, result.skip(), begun.is_measured)
@@ -271,6 +249,23 @@ class Gradients(Attachment):
             if begun.is_measured and not has_after and (self._config.stats or result.log):
                 self._record(self.steps, result, begun.is_logged)
         self._begin_next_step()
+
+    def _warn_of_kept_gradients(self) -> None:
+        kept = self._checks.engine.keeps_gradients() if self._may_skip and not self._has_said_kept else ""
+        if kept:
+            self._has_said_kept = True
+            warnings.warn(
+                f"{kept} keeps a part of the gradients of each step and adds it to later ones. If a step whose "
+                "gradients are not finite is left out, a NaN stays there, and all later gradients are NaN: use a "
+                "communication hook without such a state (fp16_compress_hook, bf16_compress_hook), or make its state "
+                "anew after a skipped step. This is said once",
+                stacklevel=2,
+            )
+
+    def _warn_of_no_step(self) -> None:
+        if self._checks.step.lacks_step:
+            watched = " and ".join(type(one).__name__ for one in self.optimizers)
+            warnings.warn(f"gradients() of {watched}: {no_step_followed(self.steps)}", stacklevel=3)
 
     def _step_is_dropped(self) -> None:
         """A ``GradScaler`` has kept the step back: what was noted for it belongs to no step."""
@@ -468,6 +463,21 @@ class Gradients(Attachment):
         return self._runner.norm
 
     @property
+    def skipped(self) -> torch.Tensor:
+        """Whether the step that was made last was left out: a bool without dimensions, on the device.
+
+        Nothing waits for the device. All that is attached to the optimizer decides together, so this is true also if
+        another attachment left the step out. Steps that a ``GradScaler`` keeps back do not count.
+        """
+        found = self._checks.step.skipped
+        return torch.zeros((), dtype=torch.bool, device=self._runner.device) if found is None else found
+
+    @property
+    def was_skipped(self) -> bool:
+        """The same as a bool of Python; this waits for the device."""
+        return bool(self.skipped)
+
+    @property
     def sinks(self) -> Sequence[Sink]:
         """The sinks that get the records; only the first rank has any."""
         return tuple(self._writer.sinks)
@@ -497,6 +507,7 @@ class Gradients(Attachment):
                 has_others * sum(layout.bytes() for layout in logged),
             ),
             steps=self.steps,
+            lacks_step=self._checks.step.lacks_step,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -537,6 +548,7 @@ class Gradients(Attachment):
         for bound, entry, (_, found) in zip(self._runner.plan.rules, state["rules"], given["rules"], strict=True):
             if bound.rule.by_parameter:
                 found |= _in_order(bound.rule, found, entry[2], self._names(bound))
+        self._begun = None
         self._checks.counts.loaded()
         self.steps = int(state["steps"])
         self._records.forget_recent()  # of steps that are made again now
@@ -554,10 +566,6 @@ class Gradients(Attachment):
         kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._runner.plan.rules]
         stats = [(type(stat).__name__, state) for stat, state in self._records.stats if state]
         return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
-
-
-def _all_reduces(many: int, nbytes: int) -> str:
-    return f"{many} all-reduce{'s' if many > 1 else ''} of {format_bytes(nbytes)} in all" if many else "no all-reduce"
 
 
 def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None:

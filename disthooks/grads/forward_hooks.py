@@ -64,6 +64,7 @@ class ForwardHooks:
         MatchError: when a pattern matches no module.
 
     Attributes:
+        models_called: the models that the loop calls; an engine's wrapper calls the user's own model.
         names: the names of the modules whose outputs are read, in the order of the model; on each rank those of all.
         called: the places of these modules in :attr:`names`, in the order in which they were called first.
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
@@ -72,7 +73,7 @@ class ForwardHooks:
     """
 
     def __init__(self, engine: Engine, called: Sequence[nn.Module], needs: Sequence[ForwardNeeds]) -> None:
-        self._models, self._called = engine.models, called
+        self._models, self.models_called = engine.models, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
         self.gives_loss, self.takes_outputs = False, True
         self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
@@ -112,7 +113,7 @@ class ForwardHooks:
         if self._has_loss or self.has_times:
             # Before the hooks of fully_shard, which wait for other ranks.
             begin, end = (UncopiedHook(weak_method(method)) for method in (self._begin_forward, self._end_forward))
-            for module in {*self._called, *self._models}:
+            for module in {*self.models_called, *self._models}:
                 handles.append(module.register_forward_pre_hook(begin, prepend=True))
             handles += [model.register_forward_hook(end) for model in self._models]
         return handles

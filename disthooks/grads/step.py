@@ -349,10 +349,12 @@ class StepRunner:
 
     def _check_copies(self, values: Mapping[Measure, torch.Tensor], result: StepResult) -> None:
         """Make the next step raise if ranks have different gradients of a parameter that nobody reduces."""
-        if UnreducedSquares() in values:
+        if unreduced := self.plan.unreduced:
             sums = values[UnreducedSquares()].view(-1, 2)
-            mean = sums[:, 0] / len(self._engine.ranks)
-            spread = sums[:, 1] / len(self._engine.ranks) - mean.square()
+            many = [len(s.replica_ranks) if len(s.replica_ranks) > 1 else len(self._engine.ranks) for s in unreduced]
+            copies = torch.tensor(many, dtype=sums.dtype, device=sums.device)
+            mean = sums[:, 0] / copies
+            spread = sums[:, 1] / copies - mean.square()
             differs = (spread > 1e-10 * mean.square()).any().double()  # of copies it is rounding, 1e-15
             result.deferred_errors.append((differs, functools.partial(_raise_if_apart, self.plan.unreduced)))
 
@@ -413,7 +415,8 @@ def _raise_if_apart(shards: Sequence[Shard], differs: float) -> None:
         raise UsageError(
             f"ranks have different gradients of {named(shards)}, which the engine ignores and nobody reduces: norms "
             "and decisions would be those of the first rank. If these are experts, name them: gradients(..., "
-            "experts='*.experts.*'); otherwise all-reduce their gradients, or let the engine do it"
+            "experts='*.experts.*'); otherwise average their gradients over these ranks before the step, or let the "
+            "engine do it"
         )
 
 

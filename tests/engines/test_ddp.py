@@ -169,3 +169,33 @@ def _joined(rank: int) -> str:
 
 def test_uneven_inputs_under_join_are_refused_or_work(ranks: Ranks) -> None:
     assert len(set(ranks(_joined, timeout=300))) == 1
+
+
+def _power_sgd(rank: int, way: str) -> list[str]:
+    """The warnings of three steps under PowerSGD, whose error feedback keeps a part of each gradient."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    model = nn.parallel.DistributedDataParallel(_model())
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if way == "without":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if way == "before":
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
+            if way == "after":
+                model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            for _ in range(3):
+                model(torch.ones(2, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(each.message) for each in told if "keeps a part of the gradients" in str(each.message)]
+
+
+@pytest.mark.parametrize(("way", "many"), [("before", 1), ("after", 1), ("without", 0)])
+def test_a_communication_hook_that_keeps_gradients_is_said(ranks: Ranks, way: str, many: int) -> None:
+    for told in ranks(_power_sgd, way):
+        assert len(told) == many
+        assert all(each.startswith("DDP's communication hook (PowerSGDState)") for each in told)

@@ -269,6 +269,34 @@ def test_under_its_grad_scaler() -> None:
                     assert float(theirs) == pytest.approx(true / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_its_flag_tells_of_a_step_that_a_rule_left_out(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule that the Accelerator prepared waits, as it does when its own scaler keeps a step back."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    acc = Accelerator(cpu=True)
+    if precision == "fp16":
+        acc.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
+    found = []
+    rules = [dh.SkipSpike(least=2, window=8, sigmas=3.0, loss=False), dh.ClipNorm(1.0)]
+    with dh.gradients(model, optimizer, rules=rules) as watch:
+        for step in range(6):
+            acc.backward(model(torch.full((1, 2), 1.0 + 0.01 * (step % 3))).sum() * (1e6 if step == 4 else 1.0))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            found.append((acc.optimizer_step_was_skipped, watch.was_skipped))
+    AcceleratorState._reset_state(True)
+    assert found == [(False, False)] * 4 + [(True, True), (False, False)]
+    assert optimizer.param_groups[0]["lr"] == 0.5**5
+
+
 def test_a_tracker_with_their_numbers_and_ours(tmp_path: pathlib.Path) -> None:
     with accelerator("one", log_with="disthooks", project_dir=str(tmp_path)) as acc:
         model, optimizer = _pair(acc)

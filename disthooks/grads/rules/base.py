@@ -110,6 +110,7 @@ class Rule:
 
     Attributes:
         rewrites: whether it changes gradients; a later rule then measures them anew.
+        skips: whether it may leave a step out.
         can_be_local: whether it can be applied at "local", to one gradient of one rank.
         by_parameter: the names of the tensors in its state whose last dimension is that of its parameters. They are
             saved with the names of the parameters, and restored in whatever order these are then.
@@ -118,6 +119,7 @@ class Rule:
     """
 
     rewrites: ClassVar[bool] = True
+    skips: ClassVar[bool] = False
     can_be_local: ClassVar[bool] = False
     by_parameter: ClassVar[frozenset[str]] = frozenset()
     needs_each: ClassVar[bool] = True
@@ -276,6 +278,10 @@ class Only(Rule):
     @property
     def rewrites(self) -> bool:  # type: ignore[override]
         return self.rule.rewrites
+
+    @property
+    def skips(self) -> bool:  # type: ignore[override]
+        return self.rule.skips
 
     @property
     def by_parameter(self) -> frozenset[str]:  # type: ignore[override]

@@ -59,6 +59,7 @@ class SkipNonFinite(Rule):
     """
 
     rewrites: ClassVar[bool] = False
+    skips: ClassVar[bool] = True
     max_consecutive: int | None = None
 
     def __post_init__(self) -> None:

@@ -69,6 +69,7 @@ class SkipSpike(Rule):
     """
 
     rewrites: ClassVar[bool] = False
+    skips: ClassVar[bool] = True
     needs_each: ClassVar[bool] = False
     sigmas: float = 6.0
     window: int = 128
