@@ -67,7 +67,7 @@ CONSTRAINTS ?= constraints.txt
 TORCH_TESTS ?= disthooks tests/laws tests/unit tests/device tests/engines
 test-torch:
 	test -x $(TORCH_VENV)/bin/python || python3 -m venv $(TORCH_VENV)
-	{ grep -vE '^(torch|triton)==' $(CONSTRAINTS) || true; } > $(TORCH_VENV)/constraints.txt
+	{ grep -vE '^torch==' $(CONSTRAINTS) || true; } > $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch==$(TORCH) --editable ".[test]"
 	$(MAKE) test-with VENV= PYTHON=$(TORCH_VENV)/bin/python
 

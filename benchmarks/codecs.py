@@ -25,7 +25,6 @@ from torch.nn import functional
 from written import reason, write
 
 import disthooks as dh
-from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, relative_error
 
 #: Made when they are measured: a codec whose library is not installed is named, and the others run.
@@ -106,7 +105,6 @@ def facts(options: argparse.Namespace) -> dict[str, object]:
     machine: dict[str, object] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if options.device == "cuda":
         machine["gpu"] = torch.cuda.get_device_name()
-        machine["kernels"] = blocks.usable(torch.ones(9, device=options.device))
     machine |= {"device": options.device, "python": platform.python_version(), "torch": torch.__version__}
     return machine | {"megabytes": options.megabytes, "rounds": options.rounds, "threads": 1}
 

@@ -40,7 +40,6 @@ PACKAGES = (
     "pytest_timeout",
     "expecttest",
     "hypothesis",
-    "triton",
     "numpy",
     "matplotlib",
     "pydantic",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +13,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import _hashing
-from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -27,7 +25,7 @@ CODECS: dict[str, Codec] = {
     "4, blocks of 10": dh.Quantize(4, block=10),
     "8, blocks of 2": dh.Quantize(8, block=2),
     "4, blocks of 8192": dh.Quantize(4, block=8192),
-    "8, blocks of 10000": dh.Quantize(8, block=10000),  # too long for a kernel
+    "8, blocks of 10000": dh.Quantize(8, block=10000),
     "e4m3": dh.Cast(torch.float8_e4m3fn),
     "e5m2": dh.Cast(torch.float8_e5m2),
 }
@@ -55,14 +53,6 @@ def numbers(kind: str, n: int, dtype: torch.dtype) -> torch.Tensor:
         x[1 :: max(n // 2, 1)] = -math.inf
         x[n // 2] = math.nan
     return x.to(dtype)
-
-
-def test_the_kernels_work_here() -> None:
-    pytest.importorskip("triton")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        blocks._works.cache_clear()
-        assert blocks.usable(torch.ones(9, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -107,15 +97,12 @@ def test_bools(n: int) -> None:
         parts, spec = dh.Compact().encode(bools)
         back = dh.Compact().decode(parts, spec)
     assert torch.equal(back, bools)
-    assert n < 2 or parts[0].numel() <= (n + 7) // 8 + 15
+    assert n < 2 or parts[0].numel() == (n + 7) // 8
 
 
 @pytest.mark.parametrize("name", [*CODECS, "Compact"])
-@pytest.mark.parametrize("kernels", [True, False])
-def test_nobody_waits(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits(name: str) -> None:
     codec = CODECS.get(name, dh.Compact())
-    if not kernels:
-        monkeypatch.setattr(blocks, "_works", lambda device: False)
     for dtype in FLOATS:
         x = torch.randn(3001, 7, device="cuda").to(dtype)
         x[0, 0] = math.inf
@@ -144,7 +131,7 @@ def test_torchs_random_numbers_are_not_advanced() -> None:
 
 
 def test_on_another_stream_and_in_a_thread() -> None:
-    """The kernel runs where the current stream is: behind the work that fills its input."""
+    """The codec runs where the current stream is: behind the work that fills its input."""
     codec, wrong = dh.Quantize(8, stochastic=False), []
 
     def work() -> None:

@@ -120,7 +120,6 @@ MAY = {
     "yaml": ("config", "run"),
     "typer": ("run",),
     "rich": ("run",),
-    "triton": ("grads/stats", "saved/codecs"),
     "pytest": ("testing.py",),
     "pyarrow": ("report/table.py",),
 }

@@ -5,8 +5,6 @@ another measure needed the same fact.
 """
 
 # [Note: one reading of the gradients]
-# On a GPU one Triton kernel reads each gradient once for all facts and for the histogram (kernels.py). The rest of this
-# note is about torch operations, which read gradients on the CPU, in float64, or where Triton does not work.
 # Several operations read each gradient, one for each fact. Gradients are cut into blocks that stay in the cache of a
 # CPU, so only the first operation waits for memory (decision 59). Small gradients are put side by side, so that one
 # operation reads many of them. Rows of 1024 elements are summed in float32 (in float64 if the gradients are float64),
@@ -24,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from disthooks.grads.stats import fused
 from disthooks.grads.stats.base import (
     SMALL_ROW,
     CountRows,
@@ -118,9 +115,7 @@ def scan(
     # "m2" of a gradient needs the sums of its rows, also if nobody asked for "sum".
     names = [fact for fact in _ORDER if fact in facts or (fact == "sum" and "m2" in facts)]
     given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.numel()]
-    fit = [fused.usable(grad) for _, grad in given]
-    parts = _by_kernels([pair for pair, fits in zip(given, fit, strict=True) if fits], names, counting)
-    parts += _by_operations([pair for pair, fits in zip(given, fit, strict=True) if not fits], names, counting)
+    parts = _partial_facts(given, names, counting)
     # The last column has the facts of no elements; gradients that were not read take it.
     nothing = torch.tensor([[_NOTHING.get(fact, 0.0) for fact in names]], dtype=torch.float64).T
     order = [i for part in parts for i in part.places]
@@ -145,25 +140,8 @@ class _PartialFacts(NamedTuple):
 Given = Sequence[tuple[int, torch.Tensor]]  # gradients, each with its place among all of them
 
 
-def _by_kernels(given: Given, names: Sequence[Fact], counting: CountRows | None) -> list[_PartialFacts]:
-    """Read gradients that the kernels take: one reading for all facts and counts, in a few launches."""
-    parts = []
-    for device in dict.fromkeys(grad.device for _, grad in given):
-        places, grads = zip(*[(i, grad) for i, grad in given if grad.device == device], strict=True)
-        rows = counting and CountRows([counting.of[i] for i in places], counting.many)
-        facts, counts = fused.read(grads, rows)
-        columns = dict(zip(fused.FACTS, facts, strict=True))
-        if "count" in names:
-            sizes = torch.tensor([grad.numel() for grad in grads], dtype=torch.float64)
-            columns["count"] = moved(sizes, device)
-        parts.append(
-            _PartialFacts(places, torch.stack([columns[name] for name in names]) if names else facts[:0], counts)
-        )
-    return parts
-
-
-def _by_operations(given: Given, names: list[Fact], counting: CountRows | None) -> list[_PartialFacts]:
-    """Read gradients by torch operations."""
+def _partial_facts(given: Given, names: list[Fact], counting: CountRows | None) -> list[_PartialFacts]:
+    """Read the gradients of each device."""
     parts = []
     for device in dict.fromkeys(grad.device for _, grad in given):
         places, grads = zip(*[(i, grad) for i, grad in given if grad.device == device], strict=True)

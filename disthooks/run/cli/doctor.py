@@ -80,7 +80,7 @@ def missing_sinks(plan: Any) -> list[tuple[str, str]]:
 PACKAGES = (
     *("accelerate", "deepspeed", "lightning", "lz4", "mlflow-skinny", "numpy"),
     *("peft", "pydantic", "pyyaml", "ray", "rich", "tensorboard", "torchtitan", "transformers"),
-    *("triton", "trl", "typer", "wandb", "zstandard"),
+    *("trl", "typer", "wandb", "zstandard"),
 )
 #: The environment variables that launchers and schedulers set for their processes.
 _VARIABLES = re.compile(

@@ -1,22 +1,16 @@
-"""Blocks of elements that share a scale, by torch operations or by the Triton kernels in ``kernels.py``.
+"""Blocks of elements that share a scale.
 
 A block of elements x has the scale s = max |x| / m, where m is the largest code. Its codes are x / s, rounded as the
-codec says. The kernels run on a CUDA or ROCm device with Triton, which comes with torch there; everywhere else torch
-operations give the same bits. The first use of a kernel compiles it, for about a second; nothing is tuned at run time.
+codec says.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from disthooks._hashing import MULTIPLIERS, ODD
 from disthooks._tensors import bitless
 
 # [Note: blocks that are not finite]
@@ -105,176 +99,10 @@ def unscaled(values: torch.Tensor, scales: torch.Tensor, block: int, codes: Code
 
 
 def piece_size(elements: torch.Tensor, block: int) -> int:
-    """How many elements torch operations take at a time, so that temporaries are small and fit into a CPU's cache."""
-    return max((2**20 if elements.is_cpu else 2**24) // block, 1) * block
+    """How many elements are taken at a time, so that temporaries are small and fit into a CPU's cache.
 
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILE = 2048  # elements that a program takes; kernels.py says why
-_LARGEST_BLOCK = 8192  # elements of a block, because a program holds a block in its registers
-_RUN = 16  # bytes: the length of a run is a multiple of it, so that loads are wide
-_FEWEST = 1024  # bools that the kernels take: with fewer of them a run may be beyond the end of the tensor
-
-
-class CodeKind(NamedTuple):
-    """The kind of a code: an integer of 8 or 4 bits, or an 8-bit float.
-
-    Attributes:
-        bits: the bits of a code.
-        codes: the numbers of the codes.
-        mantissa: the bits of the mantissa of an 8-bit float; 0 for an integer.
-        bias: the exponent bias of float32 minus that of the 8-bit float.
+    A tensor without bits is taken whole, because nothing is computed.
     """
-
-    bits: int
-    codes: Codes
-    mantissa: int = 0
-    bias: int = 0
-
-
-def usable(tensor: torch.Tensor, block: int = 2) -> bool:
-    """Whether the kernels take ``tensor`` by its dtype and its device, in blocks of ``block`` elements.
-
-    A tensor without bits counts as one on a device with kernels, which are not launched then: what they give has the
-    same size as what torch operations give, and those would run on thousands of pieces.
-    """
-    if tensor.dtype not in _DTYPES or block > _LARGEST_BLOCK:
-        return False
-    return (tensor.is_cuda and _works(tensor.device)) or type(tensor) in bitless.kinds
-
-
-def packs(bools: torch.Tensor, run: int) -> bool:
-    """Whether :func:`pack` takes ``bools`` in ``run`` bytes."""
-    return bools.is_cuda and run % _RUN == 0 and bools.numel() >= _FEWEST and _works(bools.device)
-
-
-def unpacks(packed: torch.Tensor, count: int) -> bool:
-    return packed.is_cuda and packed.numel() % _RUN == 0 and count >= _FEWEST and _works(packed.device)
-
-
-def run_of(bools: torch.Tensor) -> int:
-    """The number of bytes for ``bools``: the smallest one, and on a GPU up to 15 more, so that loads are wide."""
-    fewest = (bools.numel() + 7) // 8
-    return -(-fewest // _RUN) * _RUN if bools.is_cuda and bools.numel() >= _FEWEST else fewest
-
-
-@functools.cache
-def _works(device: torch.device) -> bool:
-    try:
-        with torch.no_grad():
-            unpack(pack(torch.zeros(_FEWEST, dtype=torch.uint8, device=device), _FEWEST // 8), _FEWEST)
-    except Exception as error:  # no Triton, no C compiler for its launcher, or an unknown device
-        warnings.warn(
-            f"disthooks: codecs run in many torch operations instead of one kernel on {device}, because Triton does "
-            f"not work: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("disthooks.saved.codecs.kernels")
-
-
-@functools.cache
-def _has_instructions(device: torch.device) -> bool:
-    """Whether ``device`` has instructions that round to bfloat16 and float8; without them the kernels take longer."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    # Triton launches a kernel on the current stream of the current device.
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _shape(block: int) -> dict[str, int]:
-    half = 1 << (block // 2 - 1).bit_length() if block > 2 else 1
-    return {"BLOCK": block, "HALF": half, "ROWS": max(_TILE // (2 * half), 1)}
-
-
-def _launch(shape: dict[str, int]) -> dict[str, Any]:
-    # A fused product and sum is rounded once, the two operations of torch are rounded twice, so fusing is off. With 64
-    # registers, which the compiler fills without spilling, a multiprocessor has 1024 threads; the largest tile has 512.
-    warps = max(4, 2 * shape["ROWS"] * shape["HALF"] // 512)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    return options if torch.version.hip else options | {"maxnreg": 64}
-
-
-def encode(
-    elements: torch.Tensor, block: int, kind: CodeKind, key: tuple[int, int] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (1-D, uint8, packed) and scales of 1-D contiguous ``elements``; a ``key`` makes them round at random."""
-    n, shape = elements.numel(), _shape(block)
-    codes = torch.empty((n * kind.bits + 7) // 8, dtype=torch.uint8, device=elements.device)
-    scales = torch.empty(-(-n // block), dtype=torch.float32, device=elements.device)
-    largest, smallest = limits(torch.float32)
     if type(elements) in bitless.kinds:
-        return codes, scales
-    with _on(elements.device):
-        _kernels().encode[(-(-scales.numel() // shape["ROWS"]),)](
-            elements,
-            codes,
-            scales,
-            n,
-            *(key or (0, 0)),
-            **shape,
-            BITS=kind.bits,
-            M=kind.mantissa,
-            BIAS=kind.bias,
-            HARDWARE=_has_instructions(elements.device),
-            STOCHASTIC=key is not None,
-            MOST=kind.codes.most,
-            LESS=kind.codes.less,
-            NAN=kind.codes.nan,
-            LIMIT=largest,
-            TINY=smallest,
-            M0=MULTIPLIERS[0],
-            M1=MULTIPLIERS[1],
-            ODD=ODD,
-            **_launch(shape),
-        )
-    return codes, scales
-
-
-def decode(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, block: int, kind: CodeKind) -> None:
-    """Fill ``into`` (1-D, contiguous) with the elements of ``codes`` (uint8) and ``scales``."""
-    shape = _shape(block)
-    if type(into) in bitless.kinds:
-        return
-    with _on(into.device):
-        _kernels().decode[(-(-scales.numel() // shape["ROWS"]),)](
-            codes,
-            scales,
-            into,
-            into.numel(),
-            **shape,
-            BITS=kind.bits,
-            M=kind.mantissa,
-            BIAS=kind.bias,
-            HARDWARE=_has_instructions(into.device),
-            MOST=kind.codes.most,
-            **_launch(shape),
-        )
-
-
-def pack(bools: torch.Tensor, run: int) -> torch.Tensor:
-    """1-D ``bools`` (uint8, at least 1024) in ``run`` bytes, a multiple of 16.
-
-    Byte i has the elements i, i + run, i + 2 run, ...
-    """
-    bools = bools if bools.data_ptr() % _RUN == 0 else bools.clone()  # the kernel reads whole words
-    packed = torch.empty(run, dtype=torch.uint8, device=bools.device)
-    with _on(bools.device):
-        _kernels().pack[(-(-run // 2048),)](bools, packed, bools.numel(), run, WORDS=512, num_warps=4)
-    return packed
-
-
-def unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` bools (uint8) in ``packed``."""
-    packed = packed if packed.data_ptr() % _RUN == 0 else packed.clone()
-    bools = torch.empty(count, dtype=torch.uint8, device=packed.device)
-    with _on(packed.device):
-        _kernels().unpack[(-(-packed.numel() // 2048),)](packed, bools, count, packed.numel(), WORDS=512, num_warps=4)
-    return bools
+        return max(-(-elements.numel() // block), 1) * block
+    return max((2**20 if elements.is_cpu else 2**24) // block, 1) * block

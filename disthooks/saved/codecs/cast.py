@@ -17,9 +17,9 @@ from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK = 128  # elements that share a scale
-_KINDS = {
-    torch.float8_e4m3fn: blocks.CodeKind(8, Codes(448.0, 416.0, math.nan), mantissa=3, bias=120),
-    torch.float8_e5m2: blocks.CodeKind(8, Codes(57344.0, 49152.0, math.nan), mantissa=2, bias=112),
+_CODES = {
+    torch.float8_e4m3fn: Codes(448.0, 416.0, math.nan),
+    torch.float8_e5m2: Codes(57344.0, 49152.0, math.nan),
 }
 
 
@@ -40,9 +40,6 @@ class Cast(Codec):
     If a block has an inf or a nan, these come back as they are: infs with their sign, each nan as the same nan. Then
     only the finite elements count, which are scaled to the next lower number of the dtype, 416 or 49152, and the
     largest number of the dtype stands for inf. The scale of such a block has a minus sign.
-
-    On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
-    wait. Without Triton, and for float64, several torch operations give the same bits.
 
     Args:
         dtype: ``torch.bfloat16`` (keeps the range, 8 bits of precision), ``torch.float16`` (11 bits, overflows
@@ -82,13 +79,10 @@ class Cast(Codec):
         scale_bytes = -(-tensor.numel() // _BLOCK) * wide(tensor.dtype).itemsize
         if tensor.numel() + scale_bytes >= tensor.nbytes:
             return (tensor,), spec
-        elements, kind = flat(tensor), _KINDS[self.dtype]
-        if blocks.usable(elements, _BLOCK):
-            codes, scales = blocks.encode(elements, _BLOCK, kind, None)
-            return (codes.view(self.dtype), scales), spec
+        elements, codes = flat(tensor), _CODES[self.dtype]
         pieces = torch.split(elements, blocks.piece_size(elements, _BLOCK))
-        parts = [scaled(piece, _BLOCK, kind.codes) for piece in pieces]
-        numbers = [limited(it, kind.codes).to(self.dtype).view(-1) for it in parts]
+        parts = [scaled(piece, _BLOCK, codes) for piece in pieces]
+        numbers = [limited(it, codes).to(self.dtype).view(-1) for it in parts]
         # They are joined as bytes, because not every device has a kernel that joins 8-bit floats.
         joined = torch.cat([some.view(torch.uint8) for some in numbers])[: elements.numel()]
         return (joined.view(self.dtype), torch.cat([it.scales for it in parts])), spec
@@ -99,16 +93,13 @@ class Cast(Codec):
             return tensors[0].to(dtype)
         numbers, scales = tensors
         decoded = torch.empty(shape, dtype=dtype, device=scales.device)
-        into, kind = decoded.view(-1), _KINDS[self.dtype]
-        if blocks.usable(into, _BLOCK):
-            blocks.decode(numbers.view(torch.uint8), scales, into, _BLOCK, kind)
-            return decoded
+        into = decoded.view(-1)
         piece = blocks.piece_size(into, _BLOCK)
         encoded = torch.split(numbers, piece), torch.split(scales, piece // _BLOCK)
         for part, some, rows in zip(torch.split(into, piece), *encoded, strict=True):
             # The product is written in place if the codes were copied into the result.
             values = part.copy_(some) if dtype is scales.dtype else some.to(scales.dtype)
-            found = unscaled(values, rows, _BLOCK, kind.codes)
+            found = unscaled(values, rows, _BLOCK, _CODES[self.dtype])
             if found.data_ptr() != part.data_ptr():
                 part.copy_(found)
         return decoded

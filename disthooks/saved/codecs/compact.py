@@ -8,7 +8,6 @@ import torch
 
 from disthooks._registry import register
 from disthooks.errors import UsageError
-from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
 
 #: A tensor is left as it is if its encoded bytes are more than this share of its bytes. Encoding and decoding take the
@@ -29,8 +28,7 @@ class Compact(Codec):
     (integers, complex numbers) as it is.
 
     The size of the result depends on the count of zeros, and on a GPU the host has to wait for that count. By default
-    it does not wait: floating-point tensors on a GPU are left as they are. Bools on a GPU are packed by one Triton
-    kernel (without Triton, by some torch operations), in at most 15 bytes more.
+    it does not wait: floating-point tensors on a GPU are left as they are.
 
     Args:
         floats: whether to compact floating-point tensors. True: always; on a GPU the host waits once for each tensor.
@@ -72,13 +70,11 @@ class Compact(Codec):
         if spec is None:
             return tensors[0]
         packed, count, run = tensors[0], spec.numel(), tensors[0].numel()
-        if blocks.unpacks(packed, count):
-            there = blocks.unpack(packed, count).view(torch.bool)
-        else:  # the reverse of `_packed`: bit k of byte i is the element k run + i
-            units = torch.empty(8 * run, dtype=torch.uint8, device=packed.device)
-            for k in range(8):
-                torch.bitwise_and(packed >> k, 1, out=units[k * run : (k + 1) * run])
-            there = units[:count].view(torch.bool)
+        # The reverse of `_packed`: bit k of byte i is the element k run + i.
+        units = torch.empty(8 * run, dtype=torch.uint8, device=packed.device)
+        for k in range(8):
+            torch.bitwise_and(packed >> k, 1, out=units[k * run : (k + 1) * run])
+        there = units[:count].view(torch.bool)
         if len(tensors) == 1:
             return there.view(spec)
         values = tensors[1].view(_BITS[tensors[1].element_size()])
@@ -91,10 +87,8 @@ def _packed(bools: torch.Tensor) -> torch.Tensor:
 
     Byte i has the elements i, i + run, i + 2 run, ..., so that one operation packs a whole run of elements.
     """
-    run, units = blocks.run_of(bools), bools.view(torch.uint8)
-    if blocks.packs(units, run):
-        return blocks.pack(units, run)
-    units = units.clamp(max=1)  # a mask may have been made of bytes of 255
+    run = (bools.numel() + 7) // 8
+    units = bools.view(torch.uint8).clamp(max=1)  # a mask may have been made of bytes of 255
     packed = units[:run].clone()
     for k in range(1, 8):
         part = units[k * run : (k + 1) * run]  # the last runs may be short, or empty

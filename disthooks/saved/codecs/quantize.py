@@ -15,7 +15,7 @@ from disthooks.saved.codecs.base import Codec, flat
 from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_KINDS = {8: blocks.CodeKind(8, Codes(127.0, 126.0, -128.0)), 4: blocks.CodeKind(4, Codes(7.0, 6.0, -8.0))}
+_CODES = {8: Codes(127.0, 126.0, -128.0), 4: Codes(7.0, 6.0, -8.0)}
 
 
 class _Spec(NamedTuple):
@@ -48,9 +48,6 @@ class Quantize(Codec):
     If a block has an inf or a nan, these come back as they are: infs with their sign, each nan as the same nan. Then m
     is 126 or 6, and only the finite elements count. The scale of such a block has a minus sign; the code 127 or 7
     stands for inf, and -128 or -8 for nan.
-
-    On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
-    wait. Without Triton, and for float64, many torch operations give the same bits. The first use compiles the kernels.
 
     The codec has random numbers of its own: a hash of the element's index and of a key. Each tensor has a new key, made
     from a seed and from a count for each process and device. The global generators of torch do not advance, so
@@ -98,9 +95,6 @@ class Quantize(Codec):
             return (tensor,), spec
         elements = flat(tensor)
         key = _hashing.draw_key(elements.device) if self.stochastic else None
-        if blocks.usable(elements, self.block):
-            codes, scales = blocks.encode(elements, self.block, _KINDS[self.bits], key)
-            return (codes if self.bits == 4 else codes.view(torch.int8), scales), spec
         size = blocks.piece_size(elements, self.block)
         parts = [self._encode_piece(piece, key, i * size) for i, piece in enumerate(torch.split(elements, size))]
         codes, scales = map(torch.cat, zip(*parts, strict=True))
@@ -109,8 +103,8 @@ class Quantize(Codec):
     def _encode_piece(
         self, elements: torch.Tensor, key: tuple[int, int] | None, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of ``elements``, by torch operations; the same bits as the kernel's."""
-        codes, n = _KINDS[self.bits].codes, elements.numel()
+        """Codes and scales of ``elements``."""
+        codes, n = _CODES[self.bits], elements.numel()
         it = scaled(elements, self.block, codes)
         if key:
             random = _hashing.rounding_noise(it.values.numel(), key, first, elements.device)
@@ -132,9 +126,6 @@ class Quantize(Codec):
         codes, scales = tensors
         decoded = torch.empty(spec.shape, dtype=spec.dtype, device=scales.device)
         into = decoded.view(-1)
-        if blocks.usable(into, self.block):
-            blocks.decode(codes.view(torch.uint8), scales, into, self.block, _KINDS[self.bits])
-            return decoded
         size = blocks.piece_size(into, self.block)
         encoded = torch.split(codes, size * self.bits // 8), torch.split(scales, size // self.block)
         for part, values, rows in zip(torch.split(into, size), *encoded, strict=True):
@@ -142,5 +133,5 @@ class Quantize(Codec):
                 pairs = values.to(torch.int16)
                 nibbles = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8)
                 values = nibbles.sub_(8)[: part.numel()]
-            part.copy_(unscaled(values, rows, self.block, _KINDS[self.bits].codes))
+            part.copy_(unscaled(values, rows, self.block, _CODES[self.bits]))
         return decoded
