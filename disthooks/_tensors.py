@@ -238,6 +238,56 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local if isinstance(local, torch.Tensor) else tensor
 
 
+@torch.no_grad()  # reading the values of a sparse tensor that has a history would make a node
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that ``tensor`` consists of, its elements first: itself, or values and indices, or offsets.
+
+    The list is empty if torch gives no access to them, as in the layout of mkldnn.
+
+    >>> [tuple(part.shape) for part in parts_of(torch.eye(3).to_sparse())]
+    [(3,), (2, 3)]
+    """
+    if hasattr(tensor, "__tensor_flatten__"):  # jagged tensors, DTensor
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [part for each in inner for part in parts_of(each)]
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]  # the public methods refuse tensors that are not coalesced
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    if tensor.is_nested:
+        return [tensor.values()]
+    return [tensor] if layout is _STRIDED else []
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of the elements that ``tensor`` has in memory on this rank, and of their indices.
+
+    >>> bytes_of(torch.ones(5)), bytes_of(torch.eye(1000).to_sparse())
+    (20, 20000)
+    """
+    is_one = type(tensor) is _Tensor and tensor.layout is _STRIDED
+    parts = [tensor] if is_one else parts_of(tensor) or [tensor]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that ``tensor`` has in memory, as a strided tensor: of a sparse or nested one its values.
+
+    Raises:
+        TypeError: if torch does not give them without waiting for the device.
+    """
+    if tensor.layout is _STRIDED and not tensor.is_nested:
+        return tensor
+    parts = parts_of(tensor)
+    # Where sequences do not fill the memory, nobody knows what is between them.
+    if not parts or (tensor.is_nested and not tensor.is_contiguous()):
+        raise TypeError(f"torch has no way to read all elements of {tensor.layout}, or there are gaps between them")
+    return parts[0]
+
+
 def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
     """The storages of a module's parameters and buffers, and of the copies that a DataParallel replica has.
 
@@ -375,10 +425,11 @@ def words_of(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
     return row.set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
 
 
-def floats_of(value: object) -> list[torch.Tensor]:
+def floats_of(value: object, around: tuple[int, ...] = ()) -> list[torch.Tensor]:
     """The tensors with floating-point elements in a module's input or output, the local part of a DTensor.
 
-    They are found in tuples, lists, dicts, dataclasses and in every container that torch's pytree knows.
+    They are found in tuples, lists, dicts, dataclasses and in every container that torch's pytree knows. ``around`` has
+    the identities of the containers around ``value``: a dataclass may have a field that leads back to itself.
     """
     if isinstance(value, torch.Tensor):
         part = local_part(value)
@@ -389,7 +440,7 @@ def floats_of(value: object) -> list[torch.Tensor]:
         inside = value
     elif isinstance(value, dict):
         inside = value.values()
-    elif value is None or isinstance(value, (int, float, str)):
+    elif value is None or isinstance(value, (int, float, str)) or id(value) in around:
         inside = ()
     else:
         leaves = pytree.tree_leaves(value)
@@ -401,7 +452,7 @@ def floats_of(value: object) -> list[torch.Tensor]:
             inside = ()
     found: list[torch.Tensor] = []
     for inner in inside:
-        found += floats_of(inner)
+        found += floats_of(inner, (*around, id(value)))
     return found
 
 

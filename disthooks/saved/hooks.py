@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, is_plain, local_part, region_of
+from disthooks._tensors import Layout, StorageRegion, bytes_of, exotic, is_most_of, is_plain, local_part, region_of
 from disthooks._torch import fresh_count, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.checkpoints import AroundCheckpoints
@@ -172,7 +172,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         kept = InPlace(alias, self._module_name, decision.reason, decision.is_activation and not is_itself)
         if self._recompute is not None and exotic(alias) is None:
             annotate(tensor, kept, Layout.of(alias))
-        nbytes = tensor.nbytes if type(tensor) is torch.Tensor and decision.is_activation else _nbytes(tensor)
+        nbytes = tensor.nbytes if type(tensor) is torch.Tensor and decision.is_activation else bytes_of(tensor)
         return self._count(decision, nbytes, kept)
 
     def _find_or_wrap(
@@ -323,7 +323,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
     def _pack_by_function(self, tensor: torch.Tensor) -> InPlace | FunctionsHandle:
         """Pack by the user's own function: for each saved tensor once, at once, and nothing is shared."""
         self._sequence = sequence_number()
-        store, counters, nbytes = self._pipeline.store, self._pipeline.counters, _nbytes(tensor)
+        store, counters, nbytes = self._pipeline.store, self._pipeline.counters, bytes_of(tensor)
         if nbytes < self._pipeline.at_least:
             alias = tensor if tensor.is_leaf else tensor.detach()
             is_alias = alias is not tensor and exotic(alias) is None
@@ -406,13 +406,6 @@ def _nature(tensor: torch.Tensor, owner: torch.Tensor) -> Nature:
     if not owner.requires_grad:
         return "constant"
     return "leaf" if owner.is_leaf or (tensor.requires_grad and tensor.is_leaf) else "result"
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes on this rank, also of tensors that have no ``nbytes``, such as sparse ones."""
-    if type(tensor) is not torch.Tensor:
-        tensor = local_part(tensor)
-    return tensor.numel() * tensor.element_size()
 
 
 class HookSite(NamedTuple):

@@ -198,8 +198,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     """The storages of the plain tensors in ``tensors``, by address."""
-    plain = [each for each in tree_leaves(list(tensors)) if isinstance(each, torch.Tensor) and _has_storage(each)]
+    leaves = [each for each in tree_leaves(list(tensors)) if isinstance(each, torch.Tensor)]
+    plain = [part for each in leaves for part in _inside(each) if _has_storage(part)]
     return {each.untyped_storage()._cdata: each.untyped_storage() for each in plain}
+
+
+def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors in a wrapper, such as a jagged tensor, and in a sparse tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        return [part for name in tensor.__tensor_flatten__()[0] for part in _inside(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    return [tensor]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

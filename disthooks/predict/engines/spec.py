@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from disthooks._tensors import parts_of
 from disthooks.errors import UsageError
 from disthooks.predict.engines import zero
 
@@ -428,7 +429,7 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
         return
     model: nn.Module = prepared.model
     parameters = [*model.parameters(), *_flat_parameters(model)]
-    yield from (("parameters", parameter) for parameter in parameters)
+    yield from (("parameters", each) for parameter in parameters for each in _parts(parameter))
     for parameter in parameters:
         yield from (("gradients", each) for each in _parts(parameter.grad))
     if prepared.optimizer is not None:
@@ -436,14 +437,14 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
             yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
     reducer = getattr(model, "reducer", None)
     yield from (("communication", each) for each in (*prepared.buckets(), *getattr(reducer, "used_maps", ())))
-    yield from (("buffers", buffer) for buffer in model.buffers())
+    yield from (("buffers", each) for buffer in model.buffers() for each in _parts(buffer))
 
 
-def _parts(gradient: torch.Tensor | None) -> Iterable[torch.Tensor]:
-    """The tensors that hold the memory of a gradient: those of its indices and values if it is sparse."""
-    if gradient is None:
+def _parts(tensor: torch.Tensor | None) -> Iterable[torch.Tensor]:
+    """The tensors that hold the memory of ``tensor``: those of its values and indices if it is sparse."""
+    if tensor is None:
         return ()
-    return (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else (gradient,)
+    return (tensor,) if tensor.layout is torch.strided else parts_of(tensor)
 
 
 def _flat_parameters(model: nn.Module) -> Iterable[nn.Parameter]:

@@ -39,10 +39,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
     run_fallback_kernel,
+    unset_fake_temporarily,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
+from disthooks._tensors import bytes_of, parts_of
 from disthooks.errors import UsageError
 from disthooks.predict.fake.shape_cache import ShapeCache
 from disthooks.predict.fake.values import value_of
@@ -80,6 +83,22 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         if not self._depth:
             logging.getLogger(_LOG).removeFilter(_is_quiet)
         super().__exit__(*error)
+
+    def from_tensor(self, tensor: torch.Tensor, **options: Any) -> Any:
+        """A fake tensor like ``tensor``. A sparse one has as many elements, where torch gives it none."""
+        # Torch has no fake kernels for compressed tensors with elements: they have none, and the recorder says so.
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.sparse_coo:
+            return super().from_tensor(tensor, **options)
+        with unset_fake_temporarily(), no_dispatch():
+            parts = parts_of(tensor)
+        values, indices = (super(FakeKernels, self).from_tensor(part, **options) for part in parts)
+        return self._sparse(tensor, indices, values).requires_grad_(tensor.requires_grad)
+
+    def _sparse(self, like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        with self:
+            return torch.sparse_coo_tensor(
+                indices, values, like.shape, is_coalesced=like.is_coalesced(), check_invariants=False
+            )
 
     def can_run_unsafe_fallback(self, func: Any) -> bool:
         """Whether ``func`` may run for real: never by torch's own choice, because its tensors may be large."""
@@ -127,6 +146,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         if func in _STATISTICS and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
             with self:
                 return (result[0], *(each.to(torch.float32) for each in result[1:]))
+        if func is aten.clone.default and args[0].layout is torch.sparse_coo:
+            return self._sparse(args[0], args[0]._indices().clone(), args[0]._values().clone())
         if func in _ANY:
             result.__dict__["_assumed"] = False
         elif func in _NOT and isinstance(args[0], FakeTensor):
@@ -209,7 +230,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         name = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
         flat, spec = pytree.tree_flatten((args, kwargs))
         tensors = [each for each in flat if isinstance(each, FakeTensor)]
-        if sum(each.numel() * each.element_size() for each in tensors) <= _SMALL:
+        if sum(map(bytes_of, tensors)) <= _SMALL:
             try:
                 return run_fallback_kernel(self, func, flat, spec, UnsupportedOperatorException(func))
             except Exception:  # the kernel may need other values than zeros

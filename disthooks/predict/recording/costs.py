@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from disthooks._tensors import bytes_of
 from disthooks.predict.fake.queries import tensors_in
 
 aten = torch.ops.aten
@@ -130,7 +131,7 @@ def cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) ->
 
 def _bytes_of(tensor: torch.Tensor) -> int:
     """The bytes of the elements, at most as many as the storage has."""
-    nbytes = int(tensor.numel()) * tensor.element_size()
+    nbytes = bytes_of(tensor)
     return min(nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else nbytes
 
 

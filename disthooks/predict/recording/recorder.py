@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 
 from disthooks._match import canonical_name
-from disthooks._tensors import local_part
+from disthooks._tensors import local_part, parts_of
 from disthooks._torch import current_node, sequence_number
 from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
 from disthooks.predict.fake.state import replaced
@@ -176,17 +177,26 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
             self.record.unknown.append(found)
 
     def _adopt(self, tensor: torch.Tensor, category: str, device: Literal["device", "host"] = "device") -> None:
+        for part in self._memory_of(tensor):
+            allocation = self._see(part, "")
+            self._mark(allocation, category)
+            self.record.allocations[allocation].device = device
+            if category in ("parameters", "buffers"):
+                self._weights[allocation] = "parameter" if category == "parameters" else "buffer"
+                owner = self._owner.get(id(tensor))
+                if owner is not None:
+                    self.record.allocations[allocation].module = owner
+
+    def _memory_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The strided tensors that ``tensor`` consists of."""
         part = local_part(tensor)
-        if not _has_storage(part):
-            return
-        allocation = self._see(part, "")
-        self._mark(allocation, category)
-        self.record.allocations[allocation].device = device
-        if category in ("parameters", "buffers"):
-            self._weights[allocation] = "parameter" if category == "parameters" else "buffer"
-            owner = self._owner.get(id(tensor))
-            if owner is not None:
-                self.record.allocations[allocation].module = owner
+        if _has_storage(part):
+            return [part]
+        with self.paused():
+            parts = [each for each in parts_of(part) if _has_storage(each)]
+        if parts and str(part.layout).startswith("torch.sparse") and not parts[0].numel():
+            self.assumed("how many elements a sparse tensor has", "none, so that its values take no memory")
+        return parts
 
     def _mark(self, allocation: int, category: str) -> None:
         found = self.record.allocations[allocation]
@@ -290,7 +300,7 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
             for each in filter(_has_storage, [*arguments, *results]):
                 self._mark(self._see(each, name), "communication")
             return
-        for each in filter(_has_storage, results):
+        for each in itertools.chain.from_iterable(map(self._memory_of, results)):
             allocation = self._see(each, name)
             if name == "aten._to_copy" and each.dtype in _NARROW and allocation not in self._weights:
                 source = self._watched.get(arguments[0].untyped_storage()._cdata)
@@ -304,9 +314,12 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         with self.paused():
             # A tensor with a history would hold its node, and the node holds what is saved here.
             held = _Held(tensor if is_weight or not tensor.requires_grad else tensor.detach())
-        part = local_part(tensor)
-        if self._paused or self._phase != "forward" or not _has_storage(part):
-            return held
+        if not self._paused and self._phase == "forward":
+            for part in self._memory_of(tensor):
+                self._add_saved(held, part, is_weight)
+        return held
+
+    def _add_saved(self, held: _Held, part: torch.Tensor, is_weight: bool) -> None:
         allocation = self._see(part, "")
         kind: SavedKind = "activation"
         if is_weight:
@@ -321,7 +334,6 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         self._pending.append(
             _Pending(weakref.ref(held), allocation, nbytes, module, kind, number, tuple(part.shape), dtype)
         )
-        return held
 
     def _name_saved(self) -> None:
         """Give the saved tensors that autograd holds the names of their operators, which are known by now."""

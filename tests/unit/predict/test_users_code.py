@@ -103,7 +103,7 @@ def compared(name: str, autocast: oracle.MakeContext | None = None) -> Beside:
 def test_saved_bytes_and_peak_are_those_of_a_real_step(name: str) -> None:
     found = compared(name)
     assert found.wrong() == {}
-    assert found.peak_off == 0 or name == "rows of several lengths"  # of which the oracle sees no wrapper
+    assert found.peak_off == 0
     assert found.predicted.unknown == ()
 
 
