@@ -29,12 +29,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
 import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 from disthooks._handles import UncopiedHook, weak_method
 from disthooks._hashing import GOLDEN, Checksums, signed64
 from disthooks._match import Pattern, canonical_name, match_modules
-from disthooks._tensors import floats_of, local_part
+from disthooks._tensors import elements_of, floats_of, local_part
 from disthooks._torch import in_backward, in_transform
 from disthooks.engines.base import Engine, Removable
 from disthooks.errors import MatchError, UsageError
@@ -95,6 +97,8 @@ class ForwardHooks:
         self._facts: list[tuple[int, torch.Tensor]] = []
         # Of each call, by module, of inputs (0) and of outputs (1); see [Note: fingerprints of replicas].
         self._prints: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._unread: collections.Counter[int] = collections.Counter()  # tensors that could not be read, by module
+        self._unreadable: set[int] = set()  # modules that this was said of
         self._has_replicas = False
         self._checksums = Checksums()
         self.called: list[int] = []
@@ -147,11 +151,13 @@ class ForwardHooks:
     def clear(self) -> None:
         """Forget what was seen, because the step is made."""
         self._facts, self._losses, self._prints = [], [], {}
+        self._unread = collections.Counter()
         self._clock.clear()
 
     def found(self, device: torch.device, is_logged: bool) -> ForwardFacts | None:
         """What was seen since the last step, on ``device``; None if nobody asks."""
         facts, losses, prints, seconds = self._facts, self._losses, self._prints, self._clock.seconds()
+        unread = self._unread
         if not (is_logged and self._is_needed) and not self._needs_loss_always:
             return None
         if not is_logged:
@@ -161,13 +167,15 @@ class ForwardHooks:
         factor = 1 if self._has_replicas else signed64(GOLDEN)
         printed = [_combined([onto(each, device) for each in prints.get(side, [zero])], factor) for side in sides]
         return ForwardFacts(
-            outputs=self._added_up(facts, device),
+            outputs=self._added_up(facts, unread, device),
             loss=_sum_and_count(losses, device),
             seconds=moved(torch.tensor(seconds, dtype=torch.float64), device),
             prints=torch.stack(printed).view(-1, 2) if printed else zero.new_zeros(0, 2),
         )
 
-    def _added_up(self, facts: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    def _added_up(
+        self, facts: Sequence[tuple[int, torch.Tensor]], unread: Mapping[int, int], device: torch.device
+    ) -> torch.Tensor:
         """The facts of each module, a row for each; zeros for a module that was not called."""
         # Most modules are called once in a step; the others are added up here, without an index on the device.
         of: dict[int, torch.Tensor] = {}
@@ -175,7 +183,8 @@ class ForwardHooks:
             of[index] = found if index not in of else _together(of[index], onto(found, of[index].device))
         none = torch.zeros(5, dtype=torch.float64, device=device)
         rows = [onto(of[index], device) if index in of else none for index in range(len(self.names))]
-        return torch.stack(rows) if rows else none.new_zeros(0, 5)
+        counts = torch.tensor([[unread.get(index, 0)] for index in range(len(rows))], dtype=torch.float64)
+        return torch.cat([torch.stack(rows), moved(counts, device)], dim=1) if rows else none.new_zeros(0, 6)
 
     # -- hooks
 
@@ -189,28 +198,45 @@ class ForwardHooks:
             self._seen.add(index)
         if index not in self.called:
             self.called.append(index)
-        tensors = [tensor for tensor in floats_of(output) if tensor.numel() and tensor.layout is torch.strided]
-        if self._has_facts:
-            counts_zeros = self._counts_zeros[index]
-            self._facts += [(index, facts_of(tensor, counts_zeros)) for tensor in tensors]
-        self._print(index, 1, tensors)
+        for tensor in floats_of(output):
+            try:
+                elements = elements_of(tensor)
+                if self._has_facts and elements.numel():
+                    self._facts.append((index, facts_of(elements, self._counts_zeros[index])))
+                self._print(index, 1, elements)
+            except Exception as error:  # a user's subclass of tensors may raise anything
+                self._leave_unread(index, module, error)
 
     @torch.no_grad()
-    def read_inputs(self, index: int, inputs: Any) -> None:
+    def read_inputs(self, index: int, module: nn.Module, inputs: Any) -> None:
         """Make the fingerprint of a module's inputs, before it may change them in place."""
         if self._is_printed and not self._is_again(index):
-            self._print(index, 0, [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)])
+            for each in tree_leaves(inputs):
+                try:
+                    if isinstance(each, torch.Tensor):
+                        self._print(index, 0, elements_of(local_part(each)))
+                except Exception as error:
+                    self._leave_unread(index, module, error)
+
+    def _leave_unread(self, index: int, module: nn.Module, error: Exception) -> None:
+        """Count a tensor that cannot be read, and warn of the first one of the module."""
+        self._unread[index] += 1
+        if index not in self._unreadable:
+            self._unreadable.add(index)
+            warnings.warn(
+                f"statistics of forwards leave out a tensor of {self.names[index]!r} ({type(module).__name__}), which "
+                f"they cannot read ({type(error).__name__}: {error}). This is said once for a module",
+                stacklevel=2,
+            )
 
     def _is_again(self, index: int) -> bool:
         """Whether a checkpoint runs the module again."""
         return (in_backward() and index in self._seen) or in_transform()
 
-    def _print(self, index: int, side: int, tensors: Sequence[torch.Tensor]) -> None:
-        if not self._is_printed:
-            return
-        for tensor in map(local_part, tensors):
-            if tensor.layout is torch.strided and not tensor.is_quantized:
-                self._prints.setdefault((index, side), []).append(self._checksums(tensor))
+    def _print(self, index: int, side: int, elements: torch.Tensor) -> None:
+        if self._is_printed and not elements.is_quantized:
+            checksum = self._checksums(elements)
+            self._prints.setdefault((index, side), []).append(checksum)
 
     @property
     def is_reading(self) -> bool:
@@ -227,7 +253,9 @@ class ForwardHooks:
             return
         self._clock.mark("forward")
         self._is_in_forward, self._has_forward = False, True
-        found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        found = None
+        with contextlib.suppress(Exception):  # `loss` may be a property that raises an error
+            found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         loss = found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
         self.gives_loss = loss is not None
         if self._has_loss and self.takes_outputs and loss is not None:
@@ -291,7 +319,7 @@ class _InputReader(_ModuleHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         hooks = self.hooks()
         if hooks is not None and hooks.is_reading:
-            hooks.read_inputs(self.index, (args, kwargs))
+            hooks.read_inputs(self.index, module, (args, kwargs))
 
 
 def _chosen(engine: Engine, wanted: Sequence[Sequence[Pattern]]) -> dict[str, nn.Module]:

@@ -1,9 +1,10 @@
-"""Models with odd tensors and odd outputs: what is counted of them, and predicted."""
+"""Models with odd tensors and odd outputs: watchers leave their forward alone, and say what they cannot measure."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import disthooks as dh
+from disthooks import stats
+from disthooks._registry import own_kinds
+from disthooks.errors import NotSeenError, UsageError
 
 LENGTHS = torch.tensor([5, 3, 2])
 
@@ -183,6 +187,129 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> li
 
 def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def traced(model: nn.Module) -> list[torch.Tensor]:
+    with dh.trace(model, print=None) as trace:
+        found = step(model)
+    assert str(trace.report())
+    return found
+
+
+def blamed(model: nn.Module) -> list[torch.Tensor]:
+    with dh.blame(model) as blame:
+        found = step(model)
+    assert not blame.report().found
+    return found
+
+
+def kept(model: nn.Module, copy: bool) -> list[torch.Tensor]:
+    with dh.features(model, "*", copy=copy) as seen:
+        found = step(model)
+    assert set(seen) == {name for name, _ in model.named_modules()}
+    return found
+
+
+def measured(model: nn.Module, stat: Any) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with dh.gradients(model, optimizer, stats=[stat()]):
+            return step(model, optimizer)
+
+
+def stored(model: nn.Module, *stages: Any) -> list[torch.Tensor]:
+    saving = dh.save_activations(model, "*", *stages, at_least=0)
+    found = step(model)
+    assert saving.report().held == 0
+    return found
+
+
+def explained(model: nn.Module) -> list[torch.Tensor]:
+    assert str(dh.explain(model, torch.randn(5, 4), device="cpu"))
+    return step(model)
+
+
+WATCHERS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+    "trace": traced,
+    "blame": blamed,
+    "features": functools.partial(kept, copy=False),
+    "copied features": functools.partial(kept, copy=True),
+    "OnCpu": lambda model: stored(model, dh.OnCpu()),
+    "OnDisk": lambda model: stored(model, dh.OnDisk("/tmp")),
+    "Recompute": lambda model: stored(model, dh.Recompute(), dh.OnDisk("/tmp")),
+    "Functions": lambda model: stored(model, dh.Functions(lambda tensor: tensor, lambda tensor: tensor)),
+    "explain": explained,
+    **{kind.name: functools.partial(measured, stat=kind.target) for kind in own_kinds("stat")},
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_watching_changes_no_bit_of_a_strange_model_or_is_refused_in_a_sentence(name: str, watcher: str) -> None:
+    expected = step(made(name))
+    if (name, watcher) in REFUSED:
+        with pytest.raises(UsageError, match=REFUSED[name, watcher]):
+            WATCHERS[watcher](made(name))
+    else:
+        assert same(WATCHERS[watcher](made(name)), expected)
+
+
+def test_a_trace_has_the_shapes_and_bytes_of_odd_tensors() -> None:
+    found = {}
+    for name, layer in (
+        ("packed", "rnn"),
+        ("nested, strided", "1"),
+        ("nested, jagged", "1"),
+        ("sparse output, COO", "2"),
+    ):
+        model = made(name)
+        with dh.trace(model, layer, print=None) as trace:
+            output = step(model)[0]
+        found[name] = [(each.shape, each.nbytes) for each in trace.events if each.kind == "forward"]
+    assert found["packed"] == [(((10, 8), (5,), None, None, (1, 3, 8)), 4 * 80 + 8 * 5 + 4 * 24)]
+    assert found["nested, strided"] == [((2, None, 8), 4 * 5 * 8)]
+    assert found["nested, jagged"] == [((2, None, 8), 4 * 5 * 8 + 8 * 3)]
+    count = int((output != 0).sum())
+    assert found["sparse output, COO"] == [((5, 8), (4 + 2 * 8) * count)]
+
+
+@pytest.mark.parametrize("name", ["nested, strided", "nested, jagged", "sparse output, COO", "sparse output, CSR"])
+@pytest.mark.filterwarnings("ignore")
+def test_elements_of_odd_outputs_that_are_not_finite_are_seen(name: str) -> None:
+    model = made(name)
+    layer = "1" if "nested" in name else "0"
+    with torch.no_grad():
+        model.get_submodule(layer).bias[0] = torch.inf  # type: ignore[union-attr, index]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        dh.gradients(model, optimizer, stats=[stats.Activations(modules=["1", "2"])]) as watch,
+        dh.blame(model) as blame,
+    ):
+        model(torch.randn(5, 4))
+        optimizer.step()
+    assert watch.latest["activation_nonfinite/module/2"] == 5
+    assert [each.module for each in blame.report().found] == [layer]
+
+
+def test_what_cannot_be_read_is_counted_and_said() -> None:
+    model = made("mkldnn")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[stats.Activations()]) as watch, dh.blame(model) as blame:
+        with pytest.warns(UserWarning, match=r"leave out a tensor of '1' \(Made\).*torch._mkldnn"):
+            step(model, optimizer)
+        with warnings.catch_warnings(record=True) as said:
+            step(model, optimizer)
+    assert not [each for each in said if "leave out" in str(each.message)]
+    assert watch.latest["activation_unread"] == watch.latest["activation_unread/module/1"] == 1
+    assert "in the layout torch._mkldnn" in str(blame.report())
+    model = made("a subclass that refuses")
+    with dh.features(model, "1", "2", copy=True) as seen:
+        model(torch.randn(5, 4))
+    assert seen["2"].shape == (5, 8)
+    with pytest.raises(NotSeenError, match=r"could not be kept \(ValueError: clone is refused\)"):
+        seen["1"]
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])

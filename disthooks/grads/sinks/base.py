@@ -46,7 +46,7 @@ _LONGEST = 250  # what MLflow allows
 _LABELS = re.compile(
     r"(.*/)?(arg(min|max)_rank|(outlier|peak|lead)_rank|peak_step|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
 )
-_COUNTS = re.compile(r"(nonfinite|nonfinite_params|activation_nonfinite|skipped)(/.*)?")
+_COUNTS = re.compile(r"(nonfinite|nonfinite_params|activation_nonfinite|activation_unread|skipped)(/.*)?")
 _TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*|nonfinite_steps")
 
 _FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "saved/moved", "grad_max_abs")

@@ -66,7 +66,8 @@ class ForwardFacts(NamedTuple):
     Attributes:
         loss: the sum of the losses of the micro-batches, and how many there were: float64, of shape (2,).
         outputs: for each module how many elements its outputs had, the sum of their squares, how many are zero, how
-            many are not finite, and the largest magnitude: float64, of shape (modules, 5).
+            many are not finite, the largest magnitude, and how many tensors could not be read: float64, of shape
+            (modules, 6).
         seconds: how long each of :data:`PHASES` took: float64, of shape (3,).
         prints: the fingerprints of the inputs and of the outputs of each module: int64, of shape (modules, 2).
     """

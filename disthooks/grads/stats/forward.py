@@ -42,23 +42,23 @@ def _rms(outputs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class OutputSums(Measure):
-    """For each module six sums over the ranks.
+    """For each module seven sums over the ranks.
 
     They are the sums of: elements of the outputs, squares, zeros, elements that are not finite; the root mean square on
-    each rank; and 1 for each rank that has any.
+    each rank; 1 for each rank that has any; and tensors that could not be read.
     """
 
     merge: ClassVar[Merge] = "sum"
     per: ClassVar[Per] = "module"
 
     def width(self, shard: Any) -> int:
-        return 6
+        return 7
 
     def local(self, local: Local) -> torch.Tensor:
         outputs = _forward(local).outputs
         has_any = outputs[:, 0] > 0
         own = torch.where(has_any, _rms(outputs), 0.0)
-        return torch.cat([outputs[:, :4], own[:, None], has_any.double()[:, None]], dim=1).flatten()
+        return torch.cat([outputs[:, :4], own[:, None], has_any.double()[:, None], outputs[:, 5:]], dim=1).flatten()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class Activations(Stat):
     square, ``activation_rms/max_rank``, the mean over the ranks, ``activation_rms/mean_rank``, and the rank with the
     largest magnitude, ``activation_max/argmax_rank``. The root mean square is the norm divided by the root of the
     number of elements, so it depends neither on the size of the batch nor on how many ranks have parts of it. Forwards
-    without gradients do not count. A module that torch.compile runs without Python has no numbers.
+    without gradients do not count. A module that torch.compile runs without Python has no numbers. Of a sparse or
+    nested output the elements that it has in memory count. Outputs that cannot be read (mkldnn, some subclasses of
+    Tensor) are counted as ``activation_unread``, if there are any, and a warning names each such module.
 
     Args:
         modules: a pattern of names of modules, or several; without it all modules that have no modules inside, except
@@ -115,8 +117,8 @@ class Activations(Stat):
 
     alone: ClassVar[bool] = True
     why_empty: ClassVar[str] = (
-        "no output was read: the loop calls no module of the model with gradients on, or torch.compile runs them "
-        "without Python"
+        "no output was read: the loop calls no module of the model with gradients on, or their outputs are empty, or "
+        "torch.compile runs them without Python"
     )
 
     def __post_init__(self) -> None:
@@ -132,7 +134,7 @@ class Activations(Stat):
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         sums, keys = found.rows[OutputSums()], found.rows[OutputExtremes()]
         if not float(sums[:, 0].sum()):
-            return {}
+            return {"activation_unread": float(sums[:, 6].sum())} if sums[:, 6].any() else {}
         columns = self._columns(torch.cat([sums.sum(0)[None], sums]), torch.cat([keys.amax(0)[None], keys]), found)
         is_counted = ~sums[:, 2].isnan()
         zeros, count = sums[is_counted, 2].sum(), sums[is_counted, 0].sum()
@@ -149,13 +151,15 @@ class Activations(Stat):
         }
 
     def _columns(self, sums: torch.Tensor, keys: torch.Tensor, found: Found) -> dict[str, list[Any]]:
-        count, squares, zeros, nonfinite, own, ranks = sums.unbind(-1)
+        count, squares, zeros, nonfinite, own, ranks, unread = sums.unbind(-1)
         columns: dict[str, list[Any]] = {
             "activation_rms": (squares / count).sqrt().tolist(),
             "activation_max": from_sortable(keys[:, 0]).tolist(),
             "activation_zeros": [None if share.isnan() else float(share) for share in zeros / count],
             "activation_nonfinite": nonfinite.tolist(),
         }
+        if unread.any():
+            columns["activation_unread"] = unread.tolist()
         if len(found.ranks) > 1:
             columns["activation_rms/mean_rank"] = (own / ranks).tolist()
             columns["activation_rms/max_rank"] = from_sortable(keys[:, 1]).tolist()

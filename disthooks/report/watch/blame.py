@@ -289,8 +289,8 @@ class Blame(Attachment):
             notes.append("gradients: there are some in float16, which a loss scale lets overflow on purpose")
         if not self.calls:
             notes.append(
-                "anything: no module returned a floating-point tensor since attaching, or torch.compile ran the model "
-                "without Python (run it uncompiled)"
+                "anything: no module returned a floating-point tensor with elements since attaching, or torch.compile "
+                "ran the model without Python (run it uncompiled)"
             )
         return BlameReport(
             tuple(f for f in found if f is not None), self.forwards, self.calls, tuple(notes), self.gradients

@@ -77,10 +77,11 @@ __all__ = ["Seen", "features"]
 
 
 class _Run(NamedTuple):
-    """One call that returned: its output, and the tensors in it with their versions at that time."""
+    """One call that returned: its output, and the tensors in it with their versions at that time, or an error."""
 
     output: Any
     versions: tuple[tuple[torch.Tensor, int | None], ...]
+    error: str
 
 
 class Seen(Attachment, Mapping[str, Any]):
@@ -125,7 +126,7 @@ class Seen(Attachment, Mapping[str, Any]):
         """The outputs that are kept for ``name``, oldest first; replicas follow each other in the order of devices.
 
         Raises:
-            NotSeenError: when the module has not run.
+            NotSeenError: when the module has not run, or torch could not keep its output.
             MutationError: when one of them was changed in place afterwards.
         """
         runs = self._of(name)
@@ -164,15 +165,18 @@ class Seen(Attachment, Mapping[str, Any]):
             kept = tensor.detach() if detach else tensor
             return kept.clone() if copy else kept
 
-        single = isinstance(output, torch.Tensor)
-        kept = alias(output) if single else pytree.tree_map_only(torch.Tensor, alias, output)
-        versions = tuple((tensor, version_of(tensor)) for tensor in tensors_of(kept))
+        single, error = isinstance(output, torch.Tensor), ""
+        try:
+            kept = alias(output) if single else pytree.tree_map_only(torch.Tensor, alias, output)
+            versions = tuple((tensor, version_of(tensor)) for tensor in tensors_of(kept))
+        except Exception as raised:  # a user's subclass of tensors may raise anything
+            kept, versions, error = None, (), f"{type(raised).__name__}: {raised}"
         replica: torch.device | None = None
         if getattr(module, "_is_replica", False):
             replica = versions[0][0].device if versions else torch.device("cpu")
         with self._lock:
             fresh: collections.deque[_Run] = collections.deque(maxlen=self._keep)
-            self._runs[name].setdefault(replica, fresh).append(_Run(kept, versions))
+            self._runs[name].setdefault(replica, fresh).append(_Run(kept, versions, error))
             self._counts[name] += 1
 
 
@@ -231,6 +235,8 @@ def _order(device: torch.device | None) -> tuple[str, int]:
 
 
 def _read(name: str, run: _Run) -> Any:
+    if run.error:
+        raise NotSeenError(f"the output of {display_name(name)!r} could not be kept ({run.error})")
     if any(version is not None and tensor._version != version for tensor, version in run.versions):
         raise MutationError(
             f"the output of {display_name(name)!r} was changed in place after it was seen, by a later layer such as "

@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._locks import new_lock
+from disthooks._tensors import elements_of
 from disthooks.report.watch.features import version_of
 
 # [Note: masks]
@@ -42,11 +43,7 @@ def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | 
     >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
     [nan, -inf, 0.0]
     """
-    dense = tensor.detach()
-    if dense.layout is torch.sparse_coo:
-        dense = dense._values()  # `values()` refuses tensors that are not coalesced
-    elif dense.layout is not torch.strided or dense.is_nested:
-        dense = dense.values()
+    dense = elements_of(tensor.detach())
     # FSDP frees the storage of a gathered parameter, and leaves its shape.
     if dense.numel() == 0 or dense.is_meta or dense.untyped_storage().nbytes() == 0:
         return None
@@ -95,9 +92,10 @@ class FiniteFlags:
         if type(tensor).__name__ != "FakeTensor":
             try:
                 return zero_or_nan(tensor, self._only_nan)
-            except (NotImplementedError, TypeError):  # a user's subclass of tensors
+            except Exception:  # a user's subclass of tensors may raise anything
                 pass
-        self._unknown.add(f"{type(tensor).__name__} of {tensor.dtype}")
+        layout = "" if tensor.layout is torch.strided else f" in the layout {tensor.layout}"
+        self._unknown.add(f"{type(tensor).__name__} of {tensor.dtype}{layout}")
         return None
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import Pattern
-from disthooks._tensors import format_bytes
+from disthooks._tensors import bytes_of, format_bytes
 from disthooks.errors import UsageError
 from disthooks.report.watch.features import choose_modules, display_name, tensors_of
 
@@ -38,12 +38,13 @@ class TraceEvent(NamedTuple):
         name: the name of the module.
         type: its class name.
         shape: the shape of the input for "forward_pre", of the output for "forward". It is a tuple of ints for one
-            tensor; for a structure of tensors it is that structure with such tuples in it; None if there is no tensor.
+            tensor, with None for a dimension in which the tensors of a nested one differ; for a structure of tensors it
+            is that structure with such tuples in it, or a tuple of them; None if there is no tensor.
         dtype: the dtype of the first of those tensors.
         device: its device, which tells the replicas of DataParallel apart.
-        nbytes: the bytes of all of those tensors.
+        nbytes: the bytes of all of those tensors; of a sparse one those of its values and its indices.
         seconds: host time in the forward, with its hooks and its waiting; 0.0 for "forward_pre".
-        note: for "forward" the error that it raised.
+        note: for "forward" the error that it raised; or the error for which the tensors could not be measured.
     """
 
     kind: str
@@ -89,6 +90,24 @@ class TraceReport:
                 f"{format_bytes(row.nbytes):>10}  {row.shape}"
             )
         return "\n".join(lines)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...]:
+    """The shape of ``tensor``; of a nested one None for a dimension in which its tensors differ."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        sizes = tensor._nested_tensor_size().T.tolist()  # a tensor of the CPU, by dimension
+        return tensor.size(0), *(each[0] if len({*each}) == 1 else None for each in sizes)
+    return tuple(n if type(n) is int else None for n in tensor.shape)  # a jagged tensor has a symbol there
+
+
+def shapes_in(value: object) -> Any:
+    """``value`` with shapes in the place of tensors, and None in that of anything else."""
+    leaves, structure = pytree.tree_flatten(value)
+    shapes = [shape_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    try:
+        return pytree.tree_unflatten(shapes, structure)
+    except Exception:  # the class looks at what it is made of, as PackedSequence does
+        return tuple(shapes)
 
 
 class RunningForward(NamedTuple):
@@ -156,13 +175,14 @@ class Trace(Attachment):
     def _add(
         self, kind: str, name: str, module: nn.Module, value: Any, seconds: float = 0.0, note: str = ""
     ) -> TraceEvent:
-        tensors, shape = tensors_of(value), None
-        if tensors:
-            shape = pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, value)
+        tensors: list[torch.Tensor] = []
+        shape, nbytes = None, 0
+        try:
+            tensors = tensors_of(value)
+            shape, nbytes = shapes_in(value) if tensors else None, sum(map(bytes_of, tensors))
+        except Exception as error:  # a user's subclass of tensors may raise anything
+            note = note or f"not measured: {type(error).__name__}"
         dtype, device = (tensors[0].dtype, tensors[0].device) if tensors else (None, None)
-        # A sparse tensor counts the elements that it has in memory, not the zeros between them.
-        counts = (each._nnz() if "sparse" in str(each.layout) else each.numel() for each in tensors)
-        nbytes = sum(count * each.element_size() for count, each in zip(counts, tensors, strict=True))
         event = TraceEvent(kind, name, type(module).__name__, shape, dtype, device, nbytes, seconds, note)
         self._events.append(event)
         return event
