@@ -359,6 +359,22 @@ class Inner:
         self._cell.cell_contents = function
 
 
+def own_wrapper(function: Any) -> Any:
+    """torch's own wrapper: ``function``, or what a user's function in its place wraps; None if that is not known.
+
+    >>> clip = torch.nn.utils.clip_grad_norm_
+    >>> own_wrapper(functools.partial(clip, max_norm=1.0)) is own_wrapper(clip) is clip
+    True
+    >>> own_wrapper(print)
+    """
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and "func" in code.co_freevars and code.co_filename.startswith(torch.__path__[0]):
+            return function
+        function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
+    return None
+
+
 def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
     """The wrapper that torch puts around the ``step`` of a class of optimizers. The wrapper calls the step's hooks.
 

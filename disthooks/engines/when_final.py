@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disthooks._torch import Inner, in_backward
+from disthooks._torch import Inner, in_backward, own_wrapper
 from disthooks.engines.optimizer_step import CallbackHandle
 
 # [Note: before the loop clips]
@@ -21,7 +21,8 @@ from disthooks.engines.optimizer_step import CallbackHandle
 # torch's own clipping functions. Scripts import these by name, often before anything is attached. So the name in
 # torch's module is left alone, and the function is replaced that the wrapper behind every name calls
 # (disthooks._torch.Inner). Functions that only measure (get_total_norm) do not begin a step, because loops call them to
-# log the norm of one micro-batch.
+# log the norm of one micro-batch. A user's function in the place of torch's is called as it is. If torch's is not found
+# behind it, by `__wrapped__` or `partial.func` or under its other name, attachments run in the step.
 #
 # [Note: clipping under a GradScaler]
 # Under a GradScaler gradients are final once it has unscaled them. If a loop clips before `unscale_`, rules and
@@ -42,16 +43,21 @@ class _Clipping:
         """Call ``method(parameters)`` before each clipping, as long as its object lives."""
         listener = weakref.WeakMethod(method)
         self._listeners.append(listener)
-        functions: dict[str, tuple[Any, str]]
-        functions = {name: (torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")}
-        functions["clip_grads_with_norm_"] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
+        clip_grad = torch.nn.utils.clip_grad
+        wrappers = {
+            name: own_wrapper(getattr(clip_grad, name)) or own_wrapper(getattr(torch.nn.utils, name))
+            for name in ("clip_grad_norm_", "clip_grad_value_")
+        }
+        # If a user's function hides the first, its norm is known before the last is called: that is no time for rules.
+        hidden = wrappers["clip_grad_norm_"] is None
+        wrappers["clip_grads_with_norm_"] = None if hidden else own_wrapper(clip_grad._clip_grads_with_norm_)
         # FSDP1 is not imported only to replace its method: without it no script calls the method.
         fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         if fsdp1 is not None:
-            functions["FSDP1"] = (fsdp1, "clip_grad_norm_")
-        for name, (owner, attribute) in functions.items():
-            if name not in self._undo:
-                self._undo[name] = self._replace_clipping(Inner(getattr(owner, attribute)))
+            wrappers["FSDP1"] = own_wrapper(fsdp1.clip_grad_norm_)
+        for name, wrapper in wrappers.items():
+            if name not in self._undo and wrapper is not None:
+                self._undo[name] = self._replace_clipping(Inner(wrapper))
         return CallbackHandle(self, self._listeners, listener)
 
     def leave(self) -> None:

@@ -5,6 +5,7 @@ They act before the loop's own clipping, and not on what that clipping left.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,52 @@ def test_what_is_logged_is_what_backward_made(way: str) -> None:
     for function in (clip_grad_norm_, clip_grad_value_):
         assert Inner(function).function.__module__ == "torch.nn.utils.clip_grad"
         assert Inner(function).function.__code__.co_filename.endswith("clip_grad.py")
+
+
+def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Callable:
+    def __call__(self, parameters: Any, max_norm: float) -> Any:
+        return clip_grad_norm_(parameters, max_norm)
+
+
+#: Functions of a user's in the place of torch's `clip_grad_norm_`, and whether torch's can be found behind them.
+REPLACED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "a wrapper": (_logged(clip_grad_norm_), False),
+    "functools.wraps": (functools.wraps(clip_grad_norm_)(_logged(clip_grad_norm_)), True),
+    "functools.partial": (functools.partial(clip_grad_norm_, norm_type=2.0), True),
+    "an object": (_Callable(), False),
+    "a method": (_Callable().__call__, False),
+}
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one name", "both names"])
+@pytest.mark.parametrize("way", REPLACED)
+def test_a_function_in_the_place_of_torchs_is_called_as_it_is(
+    way: str, both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules act before it if torch's function is found behind it, and in the step otherwise."""
+    function, is_found = REPLACED[way]
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", function)
+    if both:
+        monkeypatch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", function)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)], stats=[dh.stats.Norm()], every=1) as watch:
+        true = backward(model, 0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        is_before = is_found or not both
+        assert norm_of(model) == pytest.approx(0.5 if is_before else 1.0, rel=1e-4)
+        optimizer.step()
+        watch.flush()
+    assert watch.latest["grad_norm"] == pytest.approx(true if is_before else 1.0, rel=1e-4)
+    assert norm_of(model) == pytest.approx(0.5, rel=1e-4)
+    assert torch.nn.utils.clip_grad_norm_ is function
 
 
 def test_a_threshold_that_adapts_acts_on_true_norms() -> None:
