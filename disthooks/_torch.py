@@ -22,9 +22,11 @@ All other files use public torch. The comments about torch hold for 2.11 to 2.15
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
+import os
 import sys
 import threading
 from collections import deque
@@ -127,6 +129,17 @@ def drop_failed_backward() -> None:
     """
     if current_node() is None:
         backwards_so_far()
+
+
+@functools.cache
+def drop_failed_backward_at_exit() -> None:
+    """Free what a failed backward of the main thread left, before the interpreter ends.
+
+    C++ frees it after that, and memory that gives itself back by a destructor in Python needs the interpreter.
+    """
+    _old_graph()  # at exit no thread can be started
+    process = os.getpid()  # torch runs no backward in a fork
+    atexit.register(lambda: drop_failed_backward() if os.getpid() == process else None)
 
 
 def node_name(node: Any) -> str:

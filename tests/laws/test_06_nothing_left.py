@@ -13,6 +13,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import subprocess
 import sys
 import types
 import weakref
@@ -457,3 +458,32 @@ def test_one_file_for_all_stores_in_a_directory(tmp_path: pathlib.Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before + 1
     for i, ticket in enumerate(tickets):
         assert stores[0].get(ticket)[0] == i // 10
+
+
+FAILED_AT_THE_END = """
+import threading, torch, disthooks as dh
+import subprocess
+x = torch.ones(1_000_000, requires_grad=True)
+with dh.saving(dh.OnDisk("/tmp"), at_least=0):
+    z = x * 2
+    y = x * 1
+    c = y * y
+    loss = (c * z).exp().sum()
+y.add_(1)
+def backward():
+    try:
+        torch.autograd.grad(loss, x, create_graph=True)
+    except dh.errors.MutationError:
+        print("said", flush=True)
+WHERE
+"""
+
+
+@pytest.mark.parametrize(
+    "where", ["backward()", "t = threading.Thread(target=backward); t.start(); t.join()"], ids=["main", "thread"]
+)
+def test_a_process_whose_last_backward_failed_ends_well(where: str) -> None:
+    """torch frees what that backward left when the interpreter is gone, and restored memory needs it."""
+    code = FAILED_AT_THE_END.replace("WHERE", where)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")

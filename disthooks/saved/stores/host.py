@@ -17,6 +17,7 @@ import torch
 
 from disthooks._locks import Shared
 from disthooks._tensors import format_bytes
+from disthooks._torch import drop_failed_backward_at_exit
 from disthooks.saved.stores.extents import Extent, Extents
 
 # [Note: pinned memory]
@@ -65,6 +66,7 @@ class _Lease:
 @functools.cache
 def lease_type(room: int) -> Any:
     """The type of a lease: a ctypes array of ``room`` bytes whose destructor gives its memory back to the pool."""
+    drop_failed_backward_at_exit()  # or the destructor of a lease in its graph runs when the interpreter is gone
     return type("Lease", (_Lease, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
 
 
