@@ -464,8 +464,8 @@ class HookSite(NamedTuple):
             return
         if not any(p.requires_grad for p in module.parameters()):
             return
-        before = {id(tensor.grad_fn) for tensor in _tensors(args)}
-        if any(tensor.grad_fn is not None and id(tensor.grad_fn) not in before for tensor in _tensors(result)):
+        before = {id(tensor.grad_fn) for tensor in tensors_in(args)}
+        if any(tensor.grad_fn is not None and id(tensor.grad_fn) not in before for tensor in tensors_in(result)):
             counters.warn_of_threads(self.name)
 
     @uncompiled(BREAK, callees=False)
@@ -509,8 +509,8 @@ def _next_of(go_on: Callable[[], Any]) -> tuple[bool, Any]:
         return True, stop.value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors_in(part)]

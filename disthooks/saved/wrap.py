@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from disthooks._torch import metadata_being_loaded, uncompiled
+from disthooks._torch import metadata_being_loaded, top_hooks, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.hooks import HookSite
+from disthooks.saved.hooks import HookSite, tensors_in
 from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_of
 from disthooks.saved.report import SavedReport
@@ -34,7 +36,8 @@ class SaveWith(nn.Module):
     Names are those of the plain model: ``state_dict`` keys, ``named_parameters`` and ``named_modules`` do not show the
     wrapper, a checkpoint of a wrapped model loads into a plain one and the reverse, and attributes of ``module`` can be
     read from the wrapper. A call under ``no_grad``, in a ``torch.func`` transform, while exporting, or inside a
-    checkpointed region runs without hooks and is counted in ``report().passed``.
+    checkpointed region runs without hooks and is counted in ``report().passed``. So is a call of another method than
+    ``forward``, whose tensors stay where they are.
 
     Args:
         module: the module to wrap.
@@ -118,7 +121,22 @@ class SaveWith(nn.Module):
         except AttributeError:
             if name == "parametrizations":  # torch would take them out of the class of the wrapper
                 raise
-            return getattr(super().__getattr__(_INNER), name)
+            inner = super().__getattr__(_INNER)
+            found = getattr(inner, name)
+            is_method = type(found) is types.MethodType and found.__self__ is inner
+            return self._counted(found) if is_method and not torch.compiler.is_compiling() else found
+
+    def _counted(self, method: types.MethodType) -> types.MethodType:
+        """The same method, whose calls the report counts if they save tensors: hooks open around ``forward`` alone."""
+
+        @functools.wraps(method)
+        def call(inner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if top_hooks(True) is None and any(tensor.grad_fn is not None for tensor in tensors_in(result)):
+                self._site.pipeline.counters.count_pass("a method other than forward", self._site.name)
+            return result
+
+        return types.MethodType(call, self.unwrapped)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set ``name`` on the module inside, from which it is read, unless torch or this class keeps it on the wrapper.
@@ -159,6 +177,12 @@ class SaveWith(nn.Module):
 
     def __getitem__(self, index: Any) -> Any:
         return self.unwrapped[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.unwrapped)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.unwrapped)  # without this a module without a length would have no truth value
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -220,6 +244,12 @@ def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
     Their versions are renamed, too: without them a module would treat a new checkpoint as an old one (decision 14).
     """
     own = {f"{prefix}{name}" for name in module._parameters}  # FSDP1 puts its flat parameter on the module that it gets
+    # torch's set_model_state_dict does not find FSDP1 in a wrapper: it adds the model's own tensors, by FSDP1's names.
+    added = f"{prefix}_fsdp_wrapped_module.", f"{prefix}_flat_param"
+    tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for key in [key for key, value in state.items() if key.startswith(added) and id(value) in tensors]:
+        if key not in own:
+            del state[key]
     for key in [key for key in state if key.startswith(prefix) and key not in own]:
         state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
     versions = metadata_being_loaded()

@@ -187,3 +187,31 @@ def _consolidated(rank: int, engine: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("engine", FSDP1)
 def test_a_consolidated_state_has_the_plain_names(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     assert ranks(_consolidated, engine, str(tmp_path)) == [sorted(Tiny().state_dict())] * 2
+
+
+def _loaded_whole(rank: int, engine: str, folder: str) -> bool:
+    """torch's ``set_model_state_dict`` loads the plain model's state into FSDP units that are inside of wrappers."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    torch.manual_seed(1)
+    full = {name: torch.randn_like(tensor) for name, tensor in Tiny().state_dict().items()}
+    model: Any = _engine(Tiny(), engine)
+    inner = model.module if hasattr(model, "module") else model
+    inner.blocks[0] = dh.SaveWith(inner.blocks[0], dh.OnDisk(folder))
+    for whole in (model, dh.SaveWith(model, dh.OnDisk(folder))):
+        given = {name: tensor.clone() for name, tensor in full.items()}
+        set_model_state_dict(whole, given, options=StateDictOptions(full_state_dict=True))
+        found = get_model_state_dict(whole, options=StateDictOptions(full_state_dict=True))
+        if list(found) != list(full) or not all(torch.equal(found[name], full[name]) for name in full):
+            return False
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    return True
+
+
+@pytest.mark.parametrize("engine", [*FSDP1, "fsdp2"])
+def test_a_whole_state_loads_into_a_wrapper_around_the_engine(
+    ranks: Ranks, engine: str, tmp_path: pathlib.Path
+) -> None:
+    assert ranks(_loaded_whole, engine, str(tmp_path)) == [True, True]

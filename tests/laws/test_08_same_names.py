@@ -504,3 +504,37 @@ def test_a_parameter_that_an_engine_put_on_the_wrapper_is_loaded_there(tmp_path:
     assert sorted(saved) == ["_flat_param", "bias", "weight"]
     wrapped.load_state_dict(saved)
     assert all(bool((tensor == 7.0).all()) for tensor in wrapped.state_dict().values())
+
+
+def test_a_wrapper_has_the_length_and_the_truth_of_the_module_inside(tmp_path: pathlib.Path) -> None:
+    for module in (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential()):
+        wrapped = dh.SaveWith(module, dh.OnDisk(tmp_path))
+        assert (len(wrapped), list(wrapped), bool(wrapped)) == (len(module), list(module), bool(module))
+    single = dh.SaveWith(nn.Linear(4, 4), dh.OnDisk(tmp_path))
+    assert single
+    with pytest.raises(TypeError, match="'Linear' has no len"):
+        len(single)
+
+
+def test_the_report_counts_calls_of_methods_that_store_nothing(tmp_path: pathlib.Path) -> None:
+    class Autoencoder(nn.Sequential):
+        def encode(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            """What the docs say."""
+            return self[0](x) * scale
+
+    torch.manual_seed(0)
+    wrapped = dh.SaveWith(Autoencoder(nn.Linear(64, 64), nn.ReLU()), dh.OnDisk(tmp_path), at_least=0)
+    assert (wrapped.encode.__self__, wrapped.encode.__doc__) == (wrapped.unwrapped, "What the docs say.")
+    wrapped.encode(torch.ones(8, 64), scale=2.0).sum().backward()
+    with torch.no_grad():
+        wrapped.encode(torch.ones(8, 64))
+    wrapped.append(nn.Identity())
+    assert wrapped.report().passed == {"a method other than forward": 1}
+    assert "a method other than forward 1" in str(wrapped.report())
+    assert wrapped.report().stored == 0
+    with dh.saving(dh.OnDisk(tmp_path), at_least=0) as saving:  # the hooks of this block take what it saves
+        wrapped.encode(torch.ones(8, 64)).sum().backward()
+        kept = wrapped.encode(torch.ones(8, 64))
+    assert kept.requires_grad
+    assert saving.report().stored > 0
+    assert wrapped.report().passed == {"a method other than forward": 1}
