@@ -487,3 +487,52 @@ def test_a_process_whose_last_backward_failed_ends_well(where: str) -> None:
     code = FAILED_AT_THE_END.replace("WHERE", where)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
+
+
+class SavesAView(torch.autograd.Function):
+    """It saves a view of its own output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(y[1:])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["under the hooks", "outside of them"])
+@pytest.mark.parametrize("backward", ["none", "retained", "whole"])
+def test_a_view_of_its_own_output_is_left_only_where_torch_leaves_it(
+    inside: bool, backward: str, tmp_path: pathlib.Path
+) -> None:
+    """Outside of hooks it is a cycle in torch, which keeps the graph before it, whoever packed the tensors of that.
+
+    docs/saved-tensors/limits.md says which programs have one.
+    """
+
+    def left_by(hooks: Any) -> None:
+        x = torch.ones(64, requires_grad=True)
+        with hooks:
+            y = x.exp()
+            z = SavesAView.apply(y) if inside else None
+        z = SavesAView.apply(y) if z is None else z
+        if backward != "none":
+            z.sum().backward(retain_graph=backward == "retained")
+
+    kept: list[weakref.ref[Any]] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        held = {tensor.detach()}
+        kept.append(weakref.ref(held))
+        return held
+
+    left_by(torch.autograd.graph.saved_tensors_hooks(pack, lambda held: next(iter(held))))
+    saving = dh.saving(dh.OnDisk(tmp_path), at_least=0)
+    left_by(saving)
+    gc.collect()
+    by_torch = any(reference() is not None for reference in kept)
+    assert by_torch == (not inside and backward != "whole")
+    assert saving.report().held == (64 * 4 if by_torch else 0)
