@@ -28,7 +28,7 @@ from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, meaning, portable, scalars
 from disthooks.integrations._shared import fitted_of
-from disthooks.saved.fit import of_any_rank
+from disthooks.saved.fit import Fitted, of_any_rank
 from disthooks.saved.report import SavedReport
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -109,8 +109,15 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self._optimizer = optimizer
         self._go_on(self._loaded or (self._state if trainer.global_step else {}))
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a round of ``fit``. See [Note: the callback attaches in on_fit_start]."""
+        if (fitted := self._fitted(trainer)) is not None:
+            fitted.begin_round(trainer.model, batch)
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Hand in the loss of a micro-batch, for ``stats.Loss``."""
+        if (fitted := self._fitted(trainer)) is not None:
+            fitted.end_forward()
         if (watch := self._watch()) is not None:
             watch.note_loss(_whole_loss(trainer, loss))
 
@@ -122,6 +129,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Log the record of the step before, if it became known in the engine's own step."""
+        if (fitted := self._fitted(trainer)) is not None:
+            fitted.end_round()
         if (watch := self._watch()) is not None:
             self._log(trainer, watch)
 
@@ -143,6 +152,10 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self._loaded = state_dict
         if self.prepared is not None:
             self._go_on(state_dict)
+
+    def _fitted(self, trainer: Any) -> Fitted | None:
+        """What ``fit`` attached, if Lightning calls the LightningModule's ``training_step`` and not the module."""
+        return fitted_of(self.prepared) if trainer.model is trainer.lightning_module else None
 
     def _watch(self) -> Gradients | None:
         return self.prepared.gradients if self.prepared else None

@@ -8,7 +8,9 @@
 #
 # - A round is one forward with gradients on, or several whose saved tensors wait for the same backward (two answers to
 #   a prompt, a model that is applied three times). A forward goes on with the round if saved tensors of it are alive
-#   and no optimizer has made a step; otherwise it starts another one.
+#   and no optimizer has made a step; otherwise it starts another one. A loop that calls parts of the model, and not the
+#   model itself, says when a round begins and ends: see `begin_round`. A forward of the model goes on with such a round
+#   if it is the first one in it.
 # - The first round has the limit 0: every saved tensor is moved, and no choice could need less.
 # - When a round starts, the peak of the last one is known, and the limit grows by what is left of the budget, less what
 #   lies on the device now and did not when the round started (the optimizer's state, which the first step makes). A
@@ -133,8 +135,10 @@ class _Round:
         highest: the most bytes that would have been in use if stores had had as many bytes in flight as they may.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether its peak is known: an evaluation has followed, a forward without gradients after the
-            optimizer's step; or another attachment has started a round, and no saved tensor of this one was alive.
+            optimizer's step; or another attachment has started a round, and no saved tensor of this one was alive; or
+            the loop has ended it.
         is_alone: whether no other attachment kept saved tensors on the device in it.
+        is_announced: whether the loop has begun it, and no forward of the model has been called in it.
     """
 
     first: int
@@ -152,6 +156,7 @@ class _Round:
     has_stepped: bool = False
     is_over: bool = False
     is_alone: bool = True
+    is_announced: bool = False
 
     def is_alive(self, saved: SavedReport) -> bool:
         """Whether saved tensors of this round are alive, by what was done with saved tensors until now."""
@@ -260,15 +265,43 @@ class Fitted(Attachment):
         self._again.load_state_dict(state["again"])
         self._known = dict(state["layers"])
 
+    def begin_round(self, model: nn.Module, inputs: Any) -> None:
+        """Begin a round, in a loop that calls parts of the model and never the model itself.
+
+        Call :meth:`end_forward` when the loss is known, and :meth:`end_round` after backward and the optimizer's step.
+        :class:`disthooks.integrations.lightning.DisthooksCallback` does so around a ``training_step``.
+
+        Args:
+            model: the model.
+            inputs: a tensor, or nested tuples, lists and dicts of tensors, whose elements say how large the round is.
+        """
+        self._read_peak()
+        self._begin(model, _elements(inputs)).is_announced = True
+
+    def end_forward(self) -> None:
+        """Say that the forward of a round is over; see :meth:`begin_round`."""
+        self._after_forward()
+
+    def end_round(self) -> None:
+        """Say that a round is over. What is in use until the next one, as in an evaluation, is not a part of it."""
+        self._again.layers.switch_on()  # a loop that has not said when its forward ended
+        self._read_peak()
+        if self._round is not None:
+            self._round.is_over = True
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Go on with the round, or learn from it and start another one; an evaluation only ends it."""
         self._read_peak()
-        if not torch.is_grad_enabled():
-            if self._round is not None:
-                self._round.is_over = self._round.has_stepped
-            return
-        saved, size, last = self._saved(), _elements((args, kwargs)), self._round
-        if last is not None and not last.has_stepped and last.is_alive(saved):
+        if torch.is_grad_enabled():
+            self._begin(module, _elements((args, kwargs))).is_announced = False
+        elif self._round is not None:
+            self._round.is_over |= self._round.has_stepped
+
+    def _begin(self, module: nn.Module, size: int) -> _Round:
+        """The round that a forward with inputs of this size belongs to."""
+        saved, last = self._saved(), self._round
+        is_open = last is not None and not (last.has_stepped or last.is_over)
+        if last is not None and is_open and (last.is_announced or last.is_alive(saved)):
             last.size += size
             if last.size > last.expected:
                 last.expected = last.size
@@ -278,8 +311,9 @@ class Fitted(Attachment):
                 self._prepare(module)
             else:
                 self._learn(last, saved)
-            self._start(size, saved)
+            last = self._start(size, saved)
         self._again.layers.switch_off(self._again.off)
+        return last
 
     def _prepare(self, module: nn.Module) -> None:
         """Find the budget and the checkpointed layers at the first forward: an engine may have come by then."""
@@ -289,7 +323,7 @@ class Fitted(Attachment):
         self._again.layers = CheckpointedLayers(module, names, self._known, self._watch)
         self.on_remove(self._again.layers.remove)
 
-    def _start(self, size: int, saved: SavedReport) -> None:
+    def _start(self, size: int, saved: SavedReport) -> _Round:
         """Start a round whose first forward has inputs of this size."""
         last = self._round
         is_first = last is None or last.has_stepped
@@ -310,6 +344,7 @@ class Fitted(Attachment):
             if other is not self and other._device == self._device and other._round is not None:
                 self._meet(self._round, other, other._round)
         self._memory.reset_peak()
+        return self._round
 
     def _meet(self, mine: _Round, other: Fitted, theirs: _Round) -> None:
         """Tell the round of another attachment of the device that one starts here, before the peak is reset."""
@@ -368,7 +403,8 @@ class Fitted(Attachment):
             self._has_warned = True
             warnings.warn(
                 "fit: modules of the model have saved tensors, and the model itself was never called, so nothing can "
-                "be measured, and every saved tensor is moved: call model(...), not model.forward(...) or its parts",
+                "be measured, and every saved tensor is moved: call model(...), not model.forward(...) or its parts, "
+                "or call begin_round(model, inputs) of what fit returned in each step",
                 stacklevel=2,
             )
 

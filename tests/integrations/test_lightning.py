@@ -8,11 +8,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import disthooks as dh
 from disthooks import memory
@@ -351,3 +353,86 @@ def test_what_fit_has_learnt_goes_with_checkpoints(ranks: Ranks, tmp_path: pathl
         assert saved["needs"]
         assert begun["again"] == saved["again"] != {}
         assert begun["needs"] == {}
+
+
+class Parts(L.LightningModule):
+    """A module of which Lightning calls parts alone, as in docs/integrations/lightning.md."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not manual
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 8, 64, batch_first=True) for _ in range(4))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+        torch.manual_seed(index)  # for dropout
+        (x,) = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        torch.empty(256 << 20, dtype=torch.uint8).fill_(1)  # an evaluation that needs more than any step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
+@pytest.mark.parametrize("kind", ["automatic", "manual", "accumulated"])
+def test_a_budget_counts_if_lightning_calls_training_step_alone(kind: str, tmp_path: pathlib.Path) -> None:
+    """The model is never called; each step is measured all the same, and what the budget allows stays in memory."""
+    loader = DataLoader(TensorDataset(torch.randn(24, 256, 64, generator=torch.Generator().manual_seed(0))), 4)
+    options = {"accumulate_grad_batches": 2} if kind == "accumulated" else {}
+    options |= {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    options |= {"enable_model_summary": False, "val_check_interval": 3, "num_sanity_val_steps": 0, "max_epochs": 1}
+    trained = []
+    memory.release_promptly()
+    store = {"kind": "OnDisk", "directory": str(tmp_path), "in_flight": "16 MiB"}
+    config = {"fit": True, "save": [{"modules": "layers.*", "at_least": 0, "store": store}]}
+    reports = []
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            reports.append(callback.prepared.saving.fitted.report())
+
+    for is_fitted in (False, True):
+        callback = DisthooksCallback(config | {"budget": memory.resident() + (128 << 20)})
+        trainer = L.Trainer(callbacks=[callback, Seen()] if is_fitted else [], **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="fit: ")
+            trainer.fit(Parts(kind == "manual"), loader, batches(1))
+        trained.append(_weights(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+    assert [each.rounds for each in reports] == list(range(6))
+    assert max(each.peak for each in reports) <= reports[0].budget
+    assert reports[0].limit == 0 < reports[1].limit < reports[-1].limit
+    assert 0 < callback.saved.moved < callback.saved.stored
+
+
+@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
+def test_a_module_that_calls_itself_has_one_round_in_a_step(tmp_path: pathlib.Path) -> None:
+    class Whole(Lit):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self(batch[0]).square().mean()
+
+    store = {"kind": "OnDisk", "directory": str(tmp_path)}
+    save = [{"modules": "net.*", "at_least": 0, "store": store}]
+    callback, rounds = DisthooksCallback({"fit": True, "budget": "8 GiB", "save": save}), []
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            rounds.append(callback.prepared.saving.fitted.report().rounds)
+
+    fit(Whole(), [callback, Seen()])
+    assert rounds == [0, 1, 2, 3]
