@@ -50,11 +50,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from disthooks import memory
-from disthooks._handles import Attachment, UncopiedHook, check_state, weak_method
+from disthooks._handles import Attachment, UncopiedHook, check_state, first_names, weak_method
 from disthooks._match import Pattern, unwrap_engine
 from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
+from disthooks._torch import uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.attach import SavingHandle, save_activations
 from disthooks.saved.checkpointed_layers import CheckpointedLayers
@@ -167,6 +168,19 @@ class _Round:
         return saved.loaded > self.before.loaded or saved.stored == self.before.stored
 
 
+class _RoundHook(UncopiedHook):
+    """A hook that is called also if the model was compiled: the graph breaks before forward and after it."""
+
+    __slots__ = ()
+
+    @uncompiled(
+        "fit of disthooks measures the model's forwards, so the graph breaks before and after each: compile the model "
+        "without fullgraph=True, or the layers in it, each by itself: layer.compile(fullgraph=True)"
+    )
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 class Fitted(Attachment):
     """The attachment that :func:`fit` returns. See [Note: a limit that is found].
 
@@ -225,8 +239,8 @@ class Fitted(Attachment):
                 other._on_device.below.update(self._on_device.below)
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
-        self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward), with_kwargs=True).remove)
-        after = model.register_forward_hook(UncopiedHook(self._after_forward), always_call=True)
+        self.on_remove(model.register_forward_pre_hook(_RoundHook(self._before_forward), with_kwargs=True).remove)
+        after = model.register_forward_hook(_RoundHook(self._after_forward), always_call=True)
         self.on_remove(after.remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
         for handle in (
@@ -453,6 +467,13 @@ class Fitted(Attachment):
                 f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
                 "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
+            )
+        if self._rounds == 1 and not saved.calls and not saved.passed:
+            names = first_names([name for part in self._parts for name in part.names])
+            raise UsageError(
+                f"fit: the model made a whole step, and no module with hooks was called ({names}), so no saved tensor "
+                "can move. If torch.compile took the model before, call fit before it, or give fit what it returned; "
+                "else name modules that are called, modules='layers.*'"
             )
         self._count_spare(last)
         stored, kept = saved.stored - last.before.stored, _kept(saved) - _kept(last.before)

@@ -11,6 +11,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import memory
+from disthooks.errors import UsageError
 from disthooks.saved.fit import Fitted
 from disthooks.saved.stores.scratch_file import ScratchFile
 
@@ -62,3 +63,45 @@ def test_a_size_needs_as_much_as_any_smaller_one(tmp_path: pathlib.Path) -> None
                 model(torch.ones(rows, 8))
                 found.append(fitted._needed(fitted._round) / MIB)  # type: ignore[arg-type]
     assert found == [300, 300, 300, 100]
+
+
+class Net(nn.Module):
+    """A class of a user: torch.compile keeps its ``__call__`` as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("modules", ["*", "layers"])
+@pytest.mark.parametrize("how", ["after", "before", "in place", "in place before"])
+def test_a_compiled_model_is_measured(how: str, modules: str, tmp_path: pathlib.Path) -> None:
+    torch.compiler.reset()
+    model: nn.Module = Net()
+    if how == "in place before":
+        model.compile(backend="eager")
+    called: nn.Module = torch.compile(model, backend="eager") if how == "before" else model  # type: ignore[assignment]
+    with dh.fit(called, "64 GiB", dh.OnDisk(tmp_path), modules=modules) as fitted:
+        if how == "after":
+            called = torch.compile(model, backend="eager")  # type: ignore[assignment]
+        elif how == "in place":
+            model.compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(4):
+            called(torch.ones(1024, 8)).sum().backward()
+            optimizer.step()
+            assert fitted.report().rounds == i
+        assert fitted.report().peak > 0 < fitted.report().limit
+        assert fitted.report().saved.stored > 0
+
+
+def test_hooks_that_a_compiled_model_does_not_call_are_an_error(tmp_path: pathlib.Path) -> None:
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    with dh.fit(model, "64 GiB", dh.OnDisk(tmp_path)):
+        compiled(torch.ones(1024, 8)).sum().backward()
+        with pytest.raises(UsageError, match=r"no module with hooks was called \(the model\).*call fit before"):
+            compiled(torch.ones(1024, 8))
