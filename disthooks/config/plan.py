@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +73,9 @@ class SavingPlan(Attachment):
 
     def report(self) -> SavedReport:
         """The sum of the reports of all entries, on this rank."""
-        return sum((part.report() for part in self._parts), SavedReport())
+        return (
+            self.fitted.report().saved if self.fitted else sum((part.report() for part in self._parts), SavedReport())
+        )
 
 
 @dataclass(frozen=True)
@@ -294,6 +297,7 @@ class Plan:
         if fits is not None:
             saving.fitted = Fitted(model, attached, tiers, *fits)
             saving.on_remove(saving.fitted.remove)
+            saving.on_remove(functools.partial(tell_kept, saving.fitted))
         return saving
 
     def watch(
@@ -498,6 +502,13 @@ def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watch
     parts += [f"check_replicas every {plan.check_replicas} steps"] if plan.check_replicas else []
     ranks = f"{world_size()} rank{'s' if world_size() > 1 else ''}"
     say(f"{plan.source.name}: attached to {type(unwrap_engine(model)).__name__} on {ranks}: {'; '.join(parts)}")
+
+
+def tell_kept(fitted: Fitted) -> None:
+    """Print on stderr whether the budget was kept: on the first rank, and on each whose steps needed more."""
+    kept = fitted.report().saved.budget
+    if kept and kept.rounds and (kept.over or launched_rank() == 0):
+        say(str(kept))
 
 
 @contextlib.contextmanager

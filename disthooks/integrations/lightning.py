@@ -26,7 +26,7 @@ from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
-from disthooks.grads.sinks.base import foremost, meaning, portable, scalars
+from disthooks.grads.sinks.base import foremost, portable, scalars
 from disthooks.integrations._shared import fitted_of
 from disthooks.saved.fit import Fitted, of_any_rank
 from disthooks.saved.report import SavedReport
@@ -64,7 +64,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
     Attributes:
         prepared: the handle of what is attached, with ``.saving`` and ``.gradients``; None while nothing is.
         latest: the last record that was logged, on every rank; one step late while training.
-        saved: the report of saved tensors of the last ``fit``, on this rank.
+        saved: the report of saved tensors of the last ``fit``, on this rank; ``saved.budget`` says whether a budget
+            was kept.
 
     Raises:
         ConfigError: from ``fit``, before it trains, if there is no configuration, or it has an unknown key or kind.
@@ -340,9 +341,6 @@ def _publish(trainer: Any, record: Mapping[str, Any], prefix: str, monitor: Iter
     shown = foremost(record) | {name: found[name] for name in monitor if name in found}
     metrics = {portable(prefix + name): torch.tensor(float(value)) for name, value in shown.items()}
     trainer.callback_metrics.update(metrics)
-    for name in found.keys() - shown.keys():
-        if meaning(name) == "total":  # the first record showed this total, because it had no number of a single step
-            trainer.callback_metrics.pop(portable(prefix + name), None)
     numbers = {portable(prefix + name): value for name, value in found.items()}
     # Not log_dict(): it would drop the records between the steps that it logs. Loggers log on the first rank only.
     for logger in trainer.loggers:

@@ -35,7 +35,7 @@ from disthooks.saved.report import SavedReport
 
 _transformers: Any = framework("transformers", __name__, "transformers accelerate")
 _CONSOLES = (_transformers.PrinterCallback, _transformers.ProgressCallback)
-_SAVED = ("saved/moved", "saved/pack_seconds", "saved/unpack_seconds")
+_SAVED = ("saved/moved", "saved/pack_seconds", "saved/unpack_seconds", "saved/budget", "saved/peak")
 
 
 class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
@@ -48,9 +48,9 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     The console shows three of the numbers beside the loss. All numbers of each step that the Trainer logs are in its
     log: in ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and every other tracker; of saved
-    tensors the log has the bytes moved and the seconds waited. Sinks of the configuration get all numbers of those
-    steps, and of each ``every``-th. The state of rules and statistics is in each checkpoint, as ``disthooks.pt``, and
-    what ``fit`` has learnt is there too, in a file for each rank.
+    tensors the log has the bytes moved, the seconds waited, and the budget of ``fit`` with the peak. Sinks of the
+    configuration get all numbers of those steps, and of each ``every``-th. The state of rules and statistics is in each
+    checkpoint, as ``disthooks.pt``, and what ``fit`` has learnt is there too, in a file for each rank.
 
     Args:
         config: a file, a dict or a plan; by default the file that ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the
@@ -60,7 +60,8 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     Attributes:
         prepared: the handle of what is attached, with ``saving`` and ``gradients``; None while the Trainer does not
             train.
-        saved: the report on saved tensors of the last training, on this rank; None without ``save``.
+        saved: the report on saved tensors of the last training, on this rank; None without ``save``. With ``fit`` its
+            ``budget`` says whether the budget was kept.
 
     Raises:
         UsageError: when ``prefix`` is no text, or empty: the Trainer has a ``grad_norm`` of its own.
@@ -116,7 +117,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self._logged = step
         more = {}
         for name, value in scalars(gradients.latest).items():
-            # All numbers of gradients. Of saved tensors, the bytes moved and the seconds waited are enough for a log.
+            # All numbers of gradients. Of saved tensors, the bytes moved, the seconds waited and the budget are enough.
             if name != "loss" and (not name.startswith("saved/") or name.removesuffix("_per_step") in _SAVED):
                 more[portable(self.prefix + name)] = value
         logs.update(more)

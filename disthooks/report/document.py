@@ -76,10 +76,14 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Saved tensors moved in a step", "saved", (("saved/moved_per_step", "on the first rank"),)),
     (
+        "Peak and its budget, on the first rank",
+        "saved",
+        (("saved/peak", "most in use since the record before"), ("saved/budget", "budget")),
+    ),
+    (
         "What fit has found, on the first rank",
         "saved",
         (
-            ("saved/fit/peak", "peak of a step"),
             ("saved/fit/limit", "saved tensors that may stay"),
             ("saved/fit/missing", "that move"),
             ("saved/fit/again", "that are computed again"),
@@ -324,6 +328,8 @@ _TOTALS = {
     "recomputed": "dropped, to be computed again",
     "loaded": "brought back",
     "held": "held now",
+    "budget": "budget",
+    "peak": "in use at most since the record before",
     "pack_seconds": "forward waited",
     "unpack_seconds": "backward waited",
     "hidden_seconds": "worked while nothing waited",

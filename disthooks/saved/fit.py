@@ -50,7 +50,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from disthooks import memory
-from disthooks._handles import Attachment, UncopiedHook, check_state, first_names, weak_method
+from disthooks._handles import Attachment, LoggedRecords, UncopiedHook, check_state, first_names, weak_method
 from disthooks._match import Pattern, unwrap_engine
 from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
@@ -63,7 +63,7 @@ from disthooks.saved.computed_again import ComputedAgain, nearest_size
 from disthooks.saved.cost import Rates
 from disthooks.saved.fit_report import FitReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
-from disthooks.saved.report import SavedReport, SiteReport
+from disthooks.saved.report import BudgetReport, SavedReport, SiteReport
 from disthooks.saved.stopwatch import Moment, Stopwatch
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
@@ -220,6 +220,7 @@ class Fitted(Attachment):
         self._round: _Round | None = None
         self._rounds = self._peak = self._missing = 0
         self._sites: dict[str, SiteReport] = {}
+        self._kept, self._records = BudgetReport(self._budget), 0  # without the round under way; records until then
         # What rounds that came too near to the budget needed. It holds when a later round needs less.
         self._least: dict[tuple[int, bool], int] = {}
         self._watch = Stopwatch(device)
@@ -252,10 +253,28 @@ class Fitted(Attachment):
 
     def report(self) -> FitReport:
         """The budget, what was measured, and what was done with the saved tensors, on this rank."""
+        if self._round is not None and not self._round.has_stepped:
+            self._read_peak()
         limit, layers = self._near.limit or 0, self._again.layers
         found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._again.nbytes)
         again = len(layers), self._again.off, self._again.outlook, self._again.kinds
-        return FitReport(*found, *again, self._sites, self._saved())
+        return FitReport(*found, *again, self._sites, replace(self._saved(), budget=self._counted()))
+
+    def _counted(self, is_over: bool = False) -> BudgetReport:
+        """Whether the budget was kept, with the round that is under way; it counts as a round as soon as it is over."""
+        kept, now = self._kept, self._round
+        kept = replace(kept, nbytes=self._budget, recent=kept.recent if self._records == LoggedRecords.count else 0)
+        if now is None:
+            return kept
+        is_over |= now.has_stepped or now.is_over
+        return replace(
+            kept,
+            peak=max(kept.peak, now.peak),
+            recent=max(kept.recent, now.peak),
+            rounds=kept.rounds + is_over,
+            steps=kept.steps + now.has_stepped,
+            over=kept.over + (is_over and now.peak > self._budget),
+        )
 
     def _saved(self) -> SavedReport:
         """What was done with the saved tensors since the attachments were made."""
@@ -462,6 +481,7 @@ class Fitted(Attachment):
             UsageError: when it needed more than the budget although every saved tensor was moved.
         """
         self._rounds, self._peak, limit = self._rounds + 1, (peak := last.peak), self._near.limit or 0
+        self._kept, self._records = self._counted(is_over=True), LoggedRecords.count
         if peak > self._budget and not limit and last.is_alone:
             raise UsageError(
                 f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from disthooks._tensors import format_bytes
 from disthooks.saved.computed_again import Outlook
 from disthooks.saved.cost import Kind
-from disthooks.saved.report import SavedReport, SiteReport
+from disthooks.saved.report import BudgetReport, SavedReport, SiteReport
 
 _FEW = 3  # how many modules or kinds a text names
 
@@ -38,9 +38,10 @@ class FitReport:
         saved: what was done with the saved tensors since :func:`fit` was called.
 
     >>> from dataclasses import replace
-    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30)
+    >>> kept = SavedReport(budget=BudgetReport(60 << 30, 57 << 30, rounds=10, steps=10))
+    >>> found = FitReport(60 << 30, torch.device("cuda"), 9, 57 << 30, 40 << 30, 9 << 30, saved=kept)
     >>> print(str(found).splitlines()[0])
-    cuda: a budget of 60.0 GiB, 95% of it in the last of 9 rounds; 40.0 GiB of saved tensors stay, and 9.0 GiB move
+    cuda: budget 60.0 GiB, peak 57.0 GiB, all 10 steps within; 40.0 GiB of saved tensors stay, and 9.0 GiB move
     >>> print(str(replace(found, outlook=Outlook(4 << 30, 0.04, 0.06))).splitlines()[1])
       4.0 GiB more: 4% faster; as much less: 6% slower
     >>> print(str(replace(found, kinds=(Kind("gelu", 1 << 30, 0.004),))).splitlines()[1])
@@ -67,16 +68,15 @@ class FitReport:
     saved: SavedReport = field(default_factory=SavedReport)
 
     def __str__(self) -> str:
-        used = "not measured yet"
-        if self.rounds:
-            used = f"{100 * self.peak / self.budget:.0f}% of it in the last of {self.rounds} rounds"
         again = f", and {format_bytes(self.again)} are computed again" if self.again else ""
         layers = f"; {self.checkpoints_off} of {self.checkpoints} checkpoints are off" if self.checkpoints else ""
         moves = f"{'' if again else 'and '}{format_bytes(self.missing)} move"
         return (
-            f"{self.device}: a budget of {format_bytes(self.budget)}, {used}; {format_bytes(self.limit)} of saved "
+            f"{self.device}: {self.saved.budget or BudgetReport(self.budget)}; {format_bytes(self.limit)} of saved "
             f"tensors stay, {moves}{again}{layers}"
-            + "".join(f"\n{line}" for line in (*self._outlook(), *self._largest(), str(self.saved)))
+            + "".join(
+                f"\n{line}" for line in (*self._outlook(), *self._largest(), str(replace(self.saved, budget=None)))
+            )
         )
 
     def record(self) -> dict[str, float]:

@@ -90,6 +90,38 @@ def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) ->
 
 
 @dataclass(frozen=True)
+class BudgetReport:
+    """Whether the budget of :func:`disthooks.fit` was kept so far, on this rank: :attr:`SavedReport.budget`.
+
+    Attributes:
+        nbytes: the budget.
+        peak: the most bytes that were in use.
+        recent: the most bytes that were in use since the record before; it is ``saved/peak`` in a log.
+        rounds: how many rounds are over: a step, or one of several backwards of a step.
+        steps: how many steps of an optimizer there were.
+        over: how many rounds needed more than the budget.
+
+    >>> print(BudgetReport(650 << 20, 611 << 20, rounds=80, steps=40))
+    budget 650.0 MiB, peak 611.0 MiB, all 40 steps within
+    >>> print(BudgetReport(600 << 20, 611 << 20, rounds=80, steps=40, over=1))
+    budget 600.0 MiB, peak 611.0 MiB, 1 of 80 rounds over
+    """
+
+    nbytes: int
+    peak: int = 0
+    recent: int = 0
+    rounds: int = 0
+    steps: int = 0
+    over: int = 0
+
+    def __str__(self) -> str:
+        kept = f"all {self.steps} steps within" if self.steps else f"all {self.rounds} rounds within"
+        if self.over or not self.rounds:
+            kept = f"{self.over} of {self.rounds} rounds over" if self.over else "no step is over yet"
+        return f"budget {format_bytes(self.nbytes)}, peak {format_bytes(self.peak)}, {kept}"
+
+
+@dataclass(frozen=True)
 class SavedReport:
     """The saved tensors of one attachment on this rank, since it was made. Figures are bytes if nothing else is said.
 
@@ -127,6 +159,7 @@ class SavedReport:
         sites: the figures of each module that saved a tensor, by the module's name ("" for a block of code).
         told: the warnings that this attachment gave, each once, and that a block saw no saved tensor.
         uncalled: names of attached modules that were never called, if others were.
+        budget: whether the budget was kept, with :func:`disthooks.fit`; None without.
     """
 
     calls: int = 0
@@ -157,6 +190,7 @@ class SavedReport:
     sites: dict[str, SiteReport] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
+    budget: BudgetReport | None = None
 
     def __add__(self, other: SavedReport) -> SavedReport:
         """Each figure of both, added; of ``errors`` and ``unreturned`` the larger."""
@@ -174,6 +208,8 @@ class SavedReport:
             elif name == "recomputed_in_steps":
                 both = itertools.zip_longest(reversed(mine), reversed(theirs), fillvalue=0)
                 summed[name] = tuple(map(sum, both))[::-1]
+            elif name == "budget":
+                summed[name] = mine or theirs
             elif name == "unreturned":
                 summed[name] = max(mine, theirs)
             elif isinstance(mine, dict):
@@ -191,7 +227,8 @@ class SavedReport:
         calls = ", ".join(f"{reason} {count}" for reason, count in sorted(self.passed.items()))
         if not self.calls:
             return "no call ran with the hooks on" + (f"; calls without: {calls}" if calls else "")
-        lines = [
+        lines = [str(self.budget)] if self.budget else []
+        lines += [
             f"in all, since it was attached: stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
             f"shared {format_bytes(self.shared)}, kept {format_bytes(self.kept)}" + (f" ({why})" if why else ""),
             f"held now {format_bytes(self.held)}, brought back {format_bytes(self.loaded)}",
@@ -289,7 +326,7 @@ class SavedReport:
         The values are totals over all steps so far. ``gradients(also=[saving])`` writes them into each record, and adds
         differences such as ``saved/moved_per_step``. ``peak_held`` of a place is the most since the last record. If
         several modules save, but not more than 64, the parts of their bytes that moved, and that are computed again,
-        follow.
+        follow. With :func:`disthooks.fit` there are ``budget``, and ``peak``: the most in use since the last record.
 
         Args:
             prefix: put in front of each name.
@@ -305,6 +342,8 @@ class SavedReport:
             flat[f"{prefix}{tier.name}/peak_held"] = max(tier.held, tier.peak_held)
             for name in ("held", "in_flight", "written", "read", "write_seconds", "read_seconds"):
                 flat[f"{prefix}{tier.name}/{name}"] = getattr(tier, name)
+        if self.budget:
+            flat |= {prefix + "budget": self.budget.nbytes, prefix + "peak": self.budget.recent}
         if 1 < len(self.sites) <= _MODULES and (self.moved or self.recomputed):
             for module, site in self.sites.items():
                 whole = max(1, site.stored + site.recomputed)

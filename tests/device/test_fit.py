@@ -455,7 +455,9 @@ def test_the_report_says_what_was_promised_and_measured(device: torch.device) ->
             run.step()
     report = fitted.report()
     assert (report.budget, report.rounds, report.device) == (20 << 20, 3, device)
-    assert str(report).startswith(f"{device}: a budget of 20.0 MiB, ")
+    assert str(report).startswith(f"{device}: budget 20.0 MiB, peak 1")
+    assert "all 4 steps within; " in str(report)
+    assert report.saved.budget.peak == max(run.peaks) >= report.peak
     assert not list(run.model._forward_pre_hooks.values())
     # The last step has not been measured yet, and is like the one before.
     assert next(name for name, site in report.sites.items() if site.moved > site.stored / 2) in ("first", "blocks.0")

@@ -415,6 +415,9 @@ def test_a_budget_counts_if_lightning_calls_training_step_alone(kind: str, tmp_p
     assert max(each.peak for each in reports) <= reports[0].budget
     assert reports[0].limit == 0 < reports[1].limit < reports[-1].limit
     assert 0 < callback.saved.moved < callback.saved.stored
+    kept = callback.saved.budget
+    assert (kept.rounds, kept.steps, kept.over) == (6, 3 if kind == "accumulated" else 6, 0)
+    assert kept.peak <= kept.nbytes == reports[0].budget
 
 
 @pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")

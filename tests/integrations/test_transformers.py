@@ -371,3 +371,26 @@ def test_what_fit_has_learnt_is_in_the_checkpoint(tmp_path: pathlib.Path) -> Non
     assert found[0][0] == 0, "the first step of all moves everything"
     assert found[1][0] > 0
     assert len(found[1]) == 2
+
+
+@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
+def test_a_budget_is_in_the_log_in_the_report_and_in_one_line(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory.release_promptly()
+    budget = memory.resident() + (512 << 20)
+    fit = {"fit": True, "budget": budget, "save": [LAYERS], "watch": {"stats": NORM}}
+    callback = DisthooksCallback(fit)
+    made = trainer(tmp_path, [callback], gradient_accumulation_steps=2, logging_steps=2)
+    made.train()
+    printed = capsys.readouterr()
+    kept = callback.saved.budget
+    assert (kept.nbytes, kept.steps, kept.rounds, kept.over) == (budget, 4, 8, 0)
+    assert str(kept).endswith(", all 4 steps within")
+    assert str(callback.saved).startswith(f"{kept}\n")
+    assert f"disthooks: {kept}\n" in printed.err
+    for entry in logged(made):
+        assert entry["gradients/saved/budget"] == budget
+        assert budget - (512 << 20) < entry["gradients/saved/peak"] <= kept.peak
+    assert "gradients/saved/moved'" not in printed.out, "the terminal shows what moved in a step, and no total"
+    assert printed.out.count("gradients/saved/moved_per_step'") == 2

@@ -47,9 +47,9 @@ _LABELS = re.compile(
     r"(.*/)?(arg(min|max)_rank|(outlier|peak|lead)_rank|peak_step|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
 )
 _COUNTS = re.compile(r"(nonfinite|nonfinite_params|activation_nonfinite|activation_unread|skipped)(/.*)?")
-_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*|nonfinite_steps")
+_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step|peak|budget)$).*|nonfinite_steps")
 
-_FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "saved/moved", "grad_max_abs")
+_FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "grad_max_abs")
 
 
 class Histogram(NamedTuple):
@@ -102,8 +102,8 @@ def meaning(name: str) -> str:
 def foremost(record: Mapping[str, Any]) -> dict[str, float | int]:
     """The three most important numbers of ``record``, for a console with little room.
 
-    >>> foremost({"step": 3, "grad_norm": 0.5, "grad_max_abs": 1.0, "saved/moved": 9, "clip_ratio": 0.1})
-    {'grad_norm': 0.5, 'clip_ratio': 0.1, 'saved/moved': 9}
+    >>> foremost({"grad_norm": 0.5, "grad_max_abs": 1.0, "saved/moved_per_step": 9, "clip_ratio": 0.1})
+    {'grad_norm': 0.5, 'clip_ratio': 0.1, 'saved/moved_per_step': 9}
     """
     found = scalars(record)
     return {name: found[name] for name in [name for name in _FOREMOST if name in found][:3]}
@@ -369,7 +369,10 @@ class WhenRead(NamedTuple):
 
 
 class Totals:
-    """The totals in the reports of ``what``; from the second record on also their growth per step.
+    """The totals in the reports of ``what``, and their growth per step since the record before.
+
+    A first record of step 0 has the growth since this object was made. Before any other first record, as in a run that
+    goes on from a checkpoint, nobody knows how many steps there were.
 
     >>> class Two:
     ...     def report(self):
@@ -377,13 +380,13 @@ class Totals:
     ...     def record(self):
     ...         return {"saved/moved": 40, "saved/held": 0}
     >>> numbers = Totals(Two())
-    >>> numbers.at(0), numbers.at(10)["saved/moved_per_step"]
-    ({'saved/moved': 40, 'saved/held': 0}, 0.0)
+    >>> numbers.at(0)
+    {'saved/moved': 40, 'saved/held': 0, 'saved/moved_per_step': 0.0}
     """
 
     def __init__(self, what: Any) -> None:
         self._what = what
-        self._last: tuple[int, Mapping[str, Any]] | None = None
+        self._last: tuple[int, Mapping[str, Any]] = -1, self()
 
     def __repr__(self) -> str:
         return repr(self._what)
@@ -395,7 +398,7 @@ class Totals:
         """The totals, and the growth of each of :data:`PER_STEP` per step since the record before."""
         now = dict(self())
         last, self._last = self._last, (step, now)
-        if last is None or step <= last[0]:
+        if step <= last[0] or (last[0] < 0 < step):
             return now
         steps = step - last[0]
         return now | {f"{name}_per_step": (now[name] - last[1][name]) / steps for name in PER_STEP if name in last[1]}

@@ -105,3 +105,28 @@ def test_hooks_that_a_compiled_model_does_not_call_are_an_error(tmp_path: pathli
         compiled(torch.ones(1024, 8)).sum().backward()
         with pytest.raises(UsageError, match=r"no module with hooks was called \(the model\).*call fit before"):
             compiled(torch.ones(1024, 8))
+
+
+def test_a_record_has_the_most_in_use_since_the_one_before(tmp_path: pathlib.Path) -> None:
+    """The second of four steps needs the most; the third one is logged. A step that is over the budget is counted."""
+    memory.release_promptly()
+    model, records = nn.Linear(8, 8), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    base = memory.resident()
+    with (
+        dh.fit(model, base + 1024 * MIB, dh.OnDisk(tmp_path)) as fitted,
+        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[records.append], every=2, also=[fitted]),
+    ):
+        for i in range(4):
+            loss = model(torch.ones(8, 8)).sum()
+            if i in (1, 3):
+                torch.empty((300 if i == 1 else 1100) * MIB, dtype=torch.uint8).fill_(1)
+            loss.backward()
+            optimizer.step()
+        kept = fitted.report().saved.budget
+        assert kept is not None
+    first, third = ((record["saved/peak"] - base) / MIB for record in records)
+    assert first < 200 < 290 < third < 400
+    assert {record["saved/budget"] for record in records} == {base + 1024 * MIB}
+    assert (kept.steps, kept.over) == (4, 1)
+    assert str(kept).endswith("1 of 4 rounds over")
