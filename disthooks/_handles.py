@@ -23,17 +23,36 @@ import torch
 from disthooks.errors import UsageError
 
 
-def check_state(state: Any, *keys: str) -> None:
+def check_state(state: Any, *keys: str, like: Mapping[str, Any] | None = None) -> None:
     """Raise UsageError unless ``state`` is a dict with ``keys``, as the ``state_dict()`` of an attachment is.
+
+    ``like`` is an example of a state; what is at its keys must have the types that the example has.
 
     >>> check_state({"steps": 3}, "steps")
     >>> check_state(None)
     Traceback (most recent call last):
     disthooks.errors.UsageError: load_state_dict(None): give what state_dict() returned
+    >>> check_state({"needs": {8: None}}, like={"needs": {0: 0.0}})
+    Traceback (most recent call last):
+    disthooks.errors.UsageError: load_state_dict: 'needs' is {8: None}: give what state_dict() returned
     """
+    keys += tuple(like or ())
     if not isinstance(state, Mapping) or not all(key in state for key in keys):
         parts = f", a dict with {', '.join(map(repr, keys))}" if keys else ""
         raise UsageError(f"load_state_dict({reprlib.repr(state)}): give what state_dict() returned{parts}")
+    for key, example in (like or {}).items():
+        if not _is_like(state[key], example):
+            raise UsageError(f"load_state_dict: {key!r} is {reprlib.repr(state[key])}: give what state_dict() returned")
+
+
+def _is_like(value: Any, example: Any) -> bool:
+    """Whether a value has the types of an example; each entry of a dict, those of the one entry of the example."""
+    if isinstance(example, dict):
+        ((key, inner),) = example.items()
+        return isinstance(value, Mapping) and all(_is_like(k, key) and _is_like(v, inner) for k, v in value.items())
+    if isinstance(example, tuple):
+        return isinstance(value, tuple) and len(value) == len(example) and all(map(_is_like, value, example))
+    return isinstance(value, (int, float) if isinstance(example, float) else type(example))
 
 
 class LoggedRecords:

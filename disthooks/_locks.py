@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 # [Note: locks]
 # A thread that holds a lock takes only locks that come later in this list, so threads never wait in a circle:
 #
-# 1. one attachment at a time (``saved/attach.py``), then the classes of modules;
+# 1. one attachment at a time (``saved/attach.py``), then the classes of modules; the round of a ``fit``;
 # 2. one saved tensor (``saved/packed.py``): it is offloaded, restored or computed again by one thread at a time. A
 #    tensor that is computed again takes the locks of the older tensors that it is computed from;
 # 3. the stores: first ``Tiered``, then the stores behind it, and then memory, files and limits.

@@ -144,7 +144,7 @@ class Prepared(Attachment):
         watched = {key: value for key, value in state.items() if key != "fit"}
         fitted = self.saving.fitted if self.saving is not None and "fit" in state else None
         if fitted is not None:
-            check_state(state["fit"], *STATE)  # before anything changes
+            check_state(state["fit"], like=STATE)  # before anything changes
         if self.gradients is not None:
             self.gradients.load_state_dict(watched)
         elif watched:

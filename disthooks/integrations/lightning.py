@@ -27,8 +27,8 @@ from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, portable, scalars
-from disthooks.integrations._shared import fitted_of
-from disthooks.saved.fit import Fitted, of_any_rank
+from disthooks.integrations._shared import fitted_of, of_any_rank
+from disthooks.saved.fit import Fitted
 from disthooks.saved.report import SavedReport
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")

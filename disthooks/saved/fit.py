@@ -7,10 +7,10 @@
 # That is all that ``fit`` needs to know:
 #
 # - A round is one forward with gradients on, or several whose saved tensors wait for the same backward (two answers to
-#   a prompt, a model that is applied three times). A forward goes on with the round if saved tensors of it are alive
-#   and no optimizer has made a step; otherwise it starts another one. A loop that calls parts of the model, and not the
-#   model itself, says when a round begins and ends: see `begin_round`. A forward of the model goes on with such a round
-#   if it is the first one in it.
+#   a prompt, a model that is applied three times). A forward goes on with the round if saved tensors of it are alive,
+#   or another thread is in a forward of it, and no optimizer has made a step; otherwise it starts another one. A loop
+#   that calls parts of the model, and not the model itself, says when a round begins and ends: see `begin_round`. A
+#   forward of the model goes on with such a round if it is the first one in it.
 # - The first round has the limit 0: every saved tensor is moved, and no choice could need less.
 # - When a round starts, the peak of the last one is known, and the limit grows by what is left of the budget, less what
 #   lies on the device now and did not when the round started (the optimizer's state, which the first step makes). A
@@ -38,11 +38,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -51,6 +52,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from disthooks import memory
 from disthooks._handles import Attachment, LoggedRecords, UncopiedHook, check_state, first_names, weak_method
+from disthooks._locks import new_lock
 from disthooks._match import Pattern, unwrap_engine
 from disthooks._ranks import local_world_size
 from disthooks._streams import is_accelerator
@@ -85,8 +87,13 @@ _OTHERS = 0.05
 _PROGRAMS = 8
 # Reasons to keep a saved tensor that takes no memory, because it lies there anyway.
 _WEIGHTS = ("parameter", "buffer")
-#: What stands in a state of ``fit``.
-STATE = ("needs", "least", "again", "layers")
+#: An example of a state of ``fit``, with the types that it has.
+STATE = {
+    "needs": {(0, True): {0: 0.0}},
+    "least": {(0, True): 0.0},
+    "again": {0: (0.0, 0.0, True, {"": 0.0}, {"": 0.0}, True)},
+    "layers": {"": True},
+}
 #: The budget that is found at the first forward.
 FREE = "free"
 
@@ -140,6 +147,7 @@ class _Round:
             the loop has ended it.
         is_alone: whether no other attachment kept saved tensors on the device in it.
         is_announced: whether the loop has begun it, and no forward of the model has been called in it.
+        threads: which threads are in a forward of it now.
     """
 
     first: int
@@ -158,6 +166,7 @@ class _Round:
     is_over: bool = False
     is_alone: bool = True
     is_announced: bool = False
+    threads: set[int] = field(default_factory=set)
 
     def is_alive(self, saved: SavedReport) -> bool:
         """Whether saved tensors of this round are alive, by what was done with saved tensors until now."""
@@ -226,7 +235,7 @@ class Fitted(Attachment):
         self._watch = Stopwatch(device)
         self._again = ComputedAgain(self._watch)
         self._known: dict[str, bool] = {}  # of a state that was loaded: whether layers can do without their checkpoint
-        self._has_warned = False
+        self._has_warned, self._lock = False, new_lock()
         for part in parts:
             part._limit_drops(self._again.droppable)
         disks = [store.open() for each in tiers for store in each.stores if isinstance(store, OnDisk)]
@@ -241,7 +250,7 @@ class Fitted(Attachment):
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(_RoundHook(self._before_forward), with_kwargs=True).remove)
-        after = model.register_forward_hook(_RoundHook(self._after_forward), always_call=True)
+        after = model.register_forward_hook(_RoundHook(self.end_forward), always_call=True)
         self.on_remove(after.remove)
         # These hooks are on every optimizer of the process, so they must not keep the attachment and its model alive.
         for handle in (
@@ -292,7 +301,7 @@ class Fitted(Attachment):
         Raises:
             UsageError: when ``state`` is no such state.
         """
-        check_state(state, *STATE)
+        check_state(state, like=STATE)
         self._needs = {which: dict(needs) for which, needs in state["needs"].items()}
         self._least = dict(state["least"])
         self._again.load_state_dict(state["again"])
@@ -308,12 +317,18 @@ class Fitted(Attachment):
             model: the model.
             inputs: a tensor, or nested tuples, lists and dicts of tensors, whose elements say how large the round is.
         """
-        self._read_peak()
-        self._begin(model, _elements(inputs)).is_announced = True
+        self._begin(model, _elements(inputs), is_announced=True)
 
-    def end_forward(self) -> None:
-        """Say that the forward of a round is over; see :meth:`begin_round`."""
-        self._after_forward()
+    def end_forward(self, *_: Any) -> None:
+        """Say that a forward of a round is over, also after an error in it; see :meth:`begin_round`."""
+        with self._lock:
+            self._again.layers.switch_on()  # the model is as its user made it
+            self._read_peak()
+            if self._round is not None:
+                self._round.threads.discard(threading.get_ident())
+                self._count_spare(self._round)
+                if torch.is_grad_enabled():
+                    self._round.forward_end = self._watch.now()
 
     def end_round(self) -> None:
         """Say that a round is over. What is in use until the next one, as in an evaluation, is not a part of it."""
@@ -324,29 +339,32 @@ class Fitted(Attachment):
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Go on with the round, or learn from it and start another one; an evaluation only ends it."""
-        self._read_peak()
         if torch.is_grad_enabled():
-            self._begin(module, _elements((args, kwargs))).is_announced = False
+            self._begin(module, _elements((args, kwargs)))
         elif self._round is not None:
+            self._read_peak()
             self._round.is_over |= self._round.has_stepped
 
-    def _begin(self, module: nn.Module, size: int) -> _Round:
-        """The round that a forward with inputs of this size belongs to."""
-        saved, last = self._saved(), self._round
-        is_open = last is not None and not (last.has_stepped or last.is_over)
-        if last is not None and is_open and (last.is_announced or last.is_alive(saved)):
-            last.size += size
-            if last.size > last.expected:
-                last.expected = last.size
-                self._allow(last, saved, is_going_on=True)
-        else:
-            if last is None:
-                self._prepare(module)
+    def _begin(self, module: nn.Module, size: int, is_announced: bool = False) -> None:
+        """Begin a forward with inputs of this size: it goes on with the round, or starts another one."""
+        with self._lock:  # forwards may run in several threads
+            self._read_peak()
+            saved, last, thread = self._saved(), self._round, threading.get_ident()
+            is_open = last is not None and not (last.has_stepped or last.is_over)
+            if last is not None and is_open and (last.is_announced or last.threads - {thread} or last.is_alive(saved)):
+                last.size += size
+                if last.size > last.expected:
+                    last.expected = last.size
+                    self._allow(last, saved, is_going_on=True)
             else:
-                self._learn(last, saved)
-            last = self._start(size, saved)
-        self._again.layers.switch_off(self._again.off)
-        return last
+                if last is None:
+                    self._prepare(module)
+                else:
+                    self._learn(last, saved)
+                last = self._start(size, saved)
+            last.is_announced = is_announced
+            last.threads.add(thread)
+            self._again.layers.switch_off(self._again.off)
 
     def _prepare(self, module: nn.Module) -> None:
         """Find the budget and the checkpointed layers at the first forward: an engine may have come by then."""
@@ -396,15 +414,6 @@ class Fitted(Attachment):
         self._near.set_limit(limit)
         if self._again.choose(size, limit, self._rates(size, saved), is_going_on):
             self._near.set_limit(limit // 2)
-
-    def _after_forward(self, *_: Any) -> None:
-        """Leave the model as its user made it, also after an error in forward."""
-        self._again.layers.switch_on()
-        self._read_peak()
-        if self._round is not None:
-            self._count_spare(self._round)
-        if self._round is not None and torch.is_grad_enabled():
-            self._round.forward_end = self._watch.now()
 
     def _before_step(self, *_: Any) -> None:
         """Backward is over, as far as a loop with an optimizer tells."""
@@ -609,15 +618,6 @@ def fit(
     fitted = Fitted(model, [saving], [tiers], most, device)
     fitted.on_remove(saving.remove)
     return fitted
-
-
-def of_any_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a state of :class:`Fitted` that holds on another rank, and with another number of ranks.
-
-    >>> of_any_rank({"needs": {(8, True): {64: 32}}, "least": {}, "again": {}, "layers": {"0": True}})
-    {'needs': {}, 'least': {}, 'again': {}, 'layers': {'0': True}}
-    """
-    return {**state, "needs": {}, "least": {}}
 
 
 def as_budget(model: nn.Module, budget: int | str, tiers: Sequence[Tiered]) -> tuple[int | None, torch.device]:

@@ -34,6 +34,30 @@ def test_what_a_configuration_attached(given: Any) -> None:
         prepared.load_state_dict(given)
 
 
+WRONG = [
+    {"needs": 3},
+    {"needs": {8: 3}},
+    {"needs": {(8, True): 3}},
+    {"needs": {(8, True): {"4": 3}}},
+    {"least": []},
+    {"least": {(8, True): None}},
+    {"again": {8: 3}},
+    {"again": {8: (1, 2)}},
+    {"layers": {"0": "off"}},
+]
+
+
+@pytest.mark.parametrize("given", WRONG, ids=repr)
+def test_fit_with_other_types_inside(given: Any) -> None:
+    model, tiers = nn.Linear(1, 1), dh.Tiered(dh.OnDevice(0), dh.OnCpu())
+    saving = dh.save_activations(model, "*", tiers)
+    fitted = Fitted(model, [saving], [tiers], 1 << 30, torch.device("cpu"))
+    before = fitted.state_dict()
+    with saving, fitted, pytest.raises(UsageError, match=f"{next(iter(given))!r} is .*give what state_dict"):
+        fitted.load_state_dict({"needs": {}, "least": {}, "again": {}, "layers": {}} | given)
+    assert fitted.state_dict() == before
+
+
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
 def test_fit(given: Any) -> None:
     model, tiers = nn.Linear(1, 1), dh.Tiered(dh.OnDevice(0), dh.OnCpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 import time
 
 import pytest
@@ -130,3 +131,25 @@ def test_a_record_has_the_most_in_use_since_the_one_before(tmp_path: pathlib.Pat
     assert {record["saved/budget"] for record in records} == {base + 1024 * MIB}
     assert (kept.steps, kept.over) == (4, 1)
     assert str(kept).endswith("1 of 4 rounds over")
+
+
+def test_forwards_in_two_threads_are_one_round(tmp_path: pathlib.Path) -> None:
+    memory.release_promptly()
+    model, both = nn.Linear(8, 8), threading.Barrier(2)
+    model.register_forward_hook(lambda *_: (both.wait(60), None)[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def forward() -> None:
+        model(torch.ones(8, 8)).sum().backward()
+
+    with dh.fit(model, "64 GiB", dh.OnDisk(tmp_path)) as fitted:
+        for i in range(4):
+            threads = [threading.Thread(target=forward) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            optimizer.step()
+            assert fitted.report().rounds == i
+            assert fitted.report().peak > 0 or i == 0
+        assert ", all 4 steps within;" in str(fitted.report())
