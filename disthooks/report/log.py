@@ -14,7 +14,7 @@ import torch
 
 from disthooks.errors import UsageError
 from disthooks.report.lines import Lines
-from disthooks.report.record import KINDS, Record, packed, record_of
+from disthooks.report.record import KINDS, NO_JSON, Record, packed, record_of
 
 _MOST = 10  # files that a text names
 _FEW = 3  # lines of which a text says why they are no records
@@ -212,9 +212,11 @@ def read(file: pathlib.Path) -> Log:
     lines, found, broken, many = Lines(file), dict[Any, list[Record]](), dict[int, str](), 0
     for many, line in enumerate(lines, 1):
         _add(line, many, found, broken)
-    half: dict[int, str] = {}
-    _add(lines.rest, many + 1, found, half)
-    return Log(list(map(Run, found.values())), bool(half), broken)
+    last: dict[int, str] = {}
+    _add(lines.rest, many + 1, found, last)
+    # What a run has begun to write is the beginning of an object, so the end of a page or of an array is none.
+    half = lines.rest.lstrip().startswith(b"{") and NO_JSON in last.values()
+    return Log(list(map(Run, found.values())), half, broken if half else broken | last)
 
 
 def _add(line: bytes, place: int, found: dict[Any, list[Record]], broken: dict[int, str]) -> None:

@@ -21,6 +21,8 @@ from pydantic_core import from_json
 
 #: What columns are of: parameters and modules.
 KINDS = ("param", "module")
+#: Why a line is none, if it may be the first part of a record.
+NO_JSON = "it is no JSON"
 
 Number = float | None
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
@@ -153,7 +155,7 @@ def record_of(line: bytes) -> Record:
     try:
         found = from_json(line)
     except ValueError:
-        raise ValueError("it is no JSON") from None
+        raise ValueError(NO_JSON) from None
     if not isinstance(found, dict):
         raise ValueError("it is no object")
     columns = {of: _columns(of, found.pop(of)) for of in KINDS if of in found}

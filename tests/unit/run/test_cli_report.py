@@ -277,6 +277,9 @@ def test_report_says_what_was_not_looked_at(tmp_path: pathlib.Path) -> None:
         ("", 0, "no step is logged there yet"),
         ("import torch\n\nx = 1\n", 1, "none of its 2 lines is a record of a run"),
         ('{"step": 0, "gr', 0, "the last line is not whole"),
+        ("<!DOCTYPE html><html></html>", 1, "none of its 1 lines is a record of a run (line 1: it is no JSON)"),
+        ('[{"step": 0}]', 1, "none of its 1 lines is a record of a run (line 1: it is no object)"),
+        ('{"model": "gpt2"}', 1, "none of its 1 lines is a record of a run"),
         ('nonsense\n[1]\n{"step": 2, "grad_norm": 1.5}\n', 0, "\n2 lines are no records and were left out\n"),
         (
             '{"step": 2, "about": {"ranks": "2"}}\n{"step": 2}',
