@@ -128,6 +128,40 @@ def test_on_two_ranks_of_fsdp(ranks: Ranks, tmp_path: pathlib.Path) -> None:
         assert (steps, count) == (4, 4)
 
 
+def _deepspeed(rank: int, folder: str) -> list[Any]:
+    """ZeRO-2 without hooks, and with a budget, a statistic and a checkpoint."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    zero = {**auto, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    options = {"deepspeed": zero, "ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 3}
+    memory.release_promptly()
+    found: list[Any] = []
+    for fitted in (False, True):
+        with surroundings("zero"):
+            fit = {"fit": True, "budget": "8 GiB"} if fitted else {}
+            callback = DisthooksCallback({**config(), **fit})
+            made = trainer(f"{folder}/{fitted}", [callback] if fitted else [], **options)
+            made.train()
+            found.append([(entry["loss"], entry["grad_norm"]) for entry in logged(made)])
+    kept = callback.saved.budget
+    assert kept is not None
+    return [*found, type(made.model_wrapped).__name__, agree(logged(made), 1.0), callback.saved.moved, kept]
+
+
+def test_on_two_ranks_of_deepspeed(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("deepspeed")
+    for bare, hooked, kind, agrees, moved, kept in ranks(_deepspeed, str(tmp_path), timeout=240):
+        assert kind == "DeepSpeedEngine"
+        assert len(bare) == 4
+        assert hooked == bare
+        assert (agrees, moved > 0) == (True, True)
+        assert (kept.steps, kept.over) == (4, 0)
+    files = {p.name for p in (tmp_path / "True" / "checkpoint-3").glob("disthooks*")}
+    assert files == {"disthooks.pt", "disthooks_fit_0_rank_0.pt", "disthooks_fit_0_rank_1.pt"}
+
+
 def test_logs_tensorboard_and_sinks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer logs each third step, the configuration each second one; rules come before the Trainer's norm."""
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
