@@ -61,8 +61,8 @@ class JoinedStep(Protocol):
     def enter(self, optimizer: Any) -> torch.Tensor | None:
         """``optimizer`` steps now: run the functions if they have to run; return the decision to skip the step."""
 
-    def leave(self, optimizer: Any, is_skipped: bool, has_repeated: bool) -> None:
-        """``optimizer`` has made its update, or skipped it."""
+    def finish(self, optimizer: Any, is_skipped: bool, has_repeated: bool) -> None:
+        """``optimizer`` has made its update, or skipped it; ``has_repeated`` if it called its closure again."""
 
 
 class _Call:
@@ -232,7 +232,7 @@ class OptimizerHooks:
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _is_stepping(optimizer):
             for step in list(self.steps):
-                step.leave(optimizer, self._call.is_skipped, self._call.closure_calls > 1)
+                step.finish(optimizer, self._call.is_skipped, self._call.closure_calls > 1)
             self._call = _Call()
 
 

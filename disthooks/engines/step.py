@@ -151,11 +151,9 @@ class Step:
         to.append(run)
         return CallbackHandle(self, to, run)
 
-    def leave(self, optimizer: Any = None, is_skipped: bool = False, has_repeated: bool = False) -> None:
-        """``optimizer`` has made its update, or skipped it. Without one: take the hooks off, if no function is left."""
-        if optimizer is not None:
-            self._leave_optimizer(self._place(optimizer), is_skipped, has_repeated)
-        elif not self._functions and not self._after:
+    def leave(self) -> None:
+        """If no function is left, take the hooks off the optimizers."""
+        if not self._functions and not self._after:
             self._forget()
             strangers.forget(self)
             scalers.leave(self)
@@ -242,6 +240,19 @@ class Step:
                 functions.made()
         return decision
 
+    def finish(self, optimizer: Any, is_skipped: bool, has_repeated: bool) -> None:
+        """``optimizer`` has made its update, or skipped it."""
+        place = self._place(optimizer)
+        if place not in self._unfinished:
+            return
+        self._unfinished.discard(place)
+        if has_repeated:  # the closure of this step has made the gradients of the others anew
+            self._marks = {i: OptimizerHooks.of(self.optimizers[i]).gradients.mark() for i in self._marks}
+            self._backwards_before = self.backwards
+        if not self._unfinished:
+            self.state = "skipped" if is_skipped else "done"
+            self._run_after()
+
     def end_iteration(self) -> None:
         """A ``GradScaler`` has ended the iteration: it has kept back a step that was not made."""
         if self.state == "begun" or (self.state != "stepping" and self.has_unused_backward):
@@ -291,17 +302,6 @@ class Step:
                 self._found_inf[i] = found_inf(scaler, stepping[i])
         if not is_early and given is not None and given.is_enabled():
             self._found_inf[place] = found_inf(given, stepping[place])
-
-    def _leave_optimizer(self, place: int, is_skipped: bool, has_repeated: bool) -> None:
-        if place not in self._unfinished:
-            return
-        self._unfinished.discard(place)
-        if has_repeated:  # the closure of this step has made the gradients of the others anew
-            self._marks = {i: OptimizerHooks.of(self.optimizers[i]).gradients.mark() for i in self._marks}
-            self._backwards_before = self.backwards
-        if not self._unfinished:
-            self.state = "skipped" if is_skipped else "done"
-            self._run_after()
 
     def _end(self) -> None:
         """End a step of which an optimizer has not stepped.
