@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import disthooks as dh
-from disthooks.run.cli import doctor
+from disthooks.saved.stores.host import node_memory
 
 
 class Device:
@@ -108,7 +108,7 @@ class Device:
             "cores": os.cpu_count(),
         }
         found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-        found |= {"host_memory_bytes": doctor.memory_facts()["total_bytes"], "driver": doctor.torch_facts()["driver"]}
+        found |= {"host_memory_bytes": (node_memory() or (0, None))[1]}
         if self.cuda:
             about = torch.cuda.get_device_properties(self.device)
             found |= {"gpu": about.name, "gpu_memory_bytes": about.total_memory}

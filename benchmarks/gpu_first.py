@@ -29,8 +29,8 @@ from workloads import image, language
 from written import reason, write
 
 import disthooks as dh
-from disthooks.run.cli import doctor
 from disthooks.saved.pipeline import pipeline
+from disthooks.saved.stores.host import node_memory
 
 ROOT = pathlib.Path(__file__).parent.parent
 #: What other commands of docs/gpu.md use where it is installed.
@@ -127,7 +127,7 @@ def packages() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """What the host has, now, and may page-lock; a virtual machine may get more as it is used."""
-    found: dict[str, Any] = dict(doctor.memory_facts())
+    found: dict[str, Any] = {}
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     names = ("MemTotal", "MemFree", "MemAvailable", "Mlocked", "HugePages_Total")
     found["meminfo"] = {name: line.split()[1] for line in lines if (name := line.partition(":")[0]) in names}
@@ -140,7 +140,7 @@ def page_locking(device: Device, full: bool) -> dict[str, Any]:
     if not device.cuda:
         return {"not_run": "only CUDA page-locks"}
     found: dict[str, Any] = {}
-    available = doctor.memory_facts()["available_bytes"] or 0
+    available = (node_memory() or (0,))[0]
     for nbytes in (1 << 28, 1 << 30, 1 << 32) if full else (1 << 20,):
         if nbytes > available / 4:
             found[str(nbytes)] = {"not_run": f"of {available} bytes that are free"}

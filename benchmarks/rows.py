@@ -17,8 +17,8 @@ from ways import Absent, Way, Ways
 from workloads import Workload
 from written import reason
 
-from disthooks.run.cli import doctor
 from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.host import node_memory
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ class Bench:
 
     def _made(self, name: str) -> Way:
         if name == ON_CPU and self.device.cuda:
-            there = doctor.memory_facts()["available_bytes"] or 0
+            there = (node_memory() or (0,))[0]
             if self._saved[1] > 7 / 8 * there:  # with less left the system ends this process, and all rows to come
                 raise Absent(f"it would page-lock {self._saved[1] / 1e9:.0f} GB of {there / 1e9:.0f} GB that are free")
         return self.ways.made[name](self.rows)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 from typing import Any
-from unittest import mock
 
 import disthooks as dh
 from tests.golden import golden_runs
@@ -113,8 +111,6 @@ def documents() -> dict[str, Any]:
             "report": told("report", str(log)),
         }
         found = {command: _shape(document) for command, document in found.items()}
-        with mock.patch.dict(os.environ, {"DISTHOOKS_CONFIG": hooks}):
-            found["env"] = _env(told("env"))
     return found
 
 
@@ -127,16 +123,3 @@ def _shape(value: Any) -> Any:
         shapes = [_shape(each) for each in value]
         return [each for i, each in enumerate(shapes) if each not in shapes[:i]]
     return golden_runs.kind(value)
-
-
-def _env(facts: dict[str, Any]) -> dict[str, Any]:
-    """Keys alone: the values are of the machine, and so are the names of tools and variables that it has."""
-    found: dict[str, Any] = {}
-    for key, value in facts.items():
-        entries = value if isinstance(value, list) else [value]
-        inner = sorted({name for each in entries if isinstance(each, dict) for name in each})
-        found[key] = inner if key not in _OF_THE_MACHINE else "of the machine"
-    return found
-
-
-_OF_THE_MACHINE = ("environment", "link", "problems", "system")

@@ -9,7 +9,7 @@
 # [Note: what advice costs]
 # A change may add computation. Its time is the time of the step with the change, minus the time without it; both are
 # those of `phase_seconds`, as `explain` says them. The speed of a link comes from the table of devices, and that of a
-# disk is assumed, unless both were measured. A transfer runs beside the computation, so it costs only the time by which
+# disk is assumed. A transfer runs beside the computation, so it costs only the time by which
 # it is longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step.
 # Bytes count half if the change gives other gradients or needs more devices, or if they are estimated.
 
@@ -213,14 +213,12 @@ class Trial:
         progress: Callable[[str], None] | None,
         tried: Tried,
         least: float = LEAST,
-        speeds: Speeds | None = None,
     ) -> None:
         self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
         self._least, self._before = least, explanation.needed_bytes
         situation = explanation.situation
         self._device = situation.hardware or device_named(USUAL if situation.device == "cuda" else "cpu")
         self._seconds = self._seconds_of(explanation.record)
-        self._speeds = speeds
 
     def of(self, candidate: Candidate) -> list[Advice]:
         """The advice, if the candidate saves something. A candidate of one title runs once."""
@@ -291,15 +289,10 @@ class Trial:
 
     def _transfer(self, nbytes: int) -> tuple[float, str]:
         """How long ``nbytes`` take to their place and back, and on what."""
-        is_host, speeds = self._explanation.situation.device == "cuda", self._speeds
+        is_host = self._explanation.situation.device == "cuda"
         link, on = self._device.offload_seconds(nbytes) if is_host else 0.0, self._device.link
-        disk, speed = 2 / DISK_SPEED, f"if the disk moves {DISK_SPEED / 1e9:.0f} GB/s (its speed is unknown; "
-        speed += "disthooks env measures it)"
-        if speeds is not None and speeds.link is not None and is_host:
-            link, on = nbytes * speeds.link, "as measured"
-        if speeds is not None and speeds.disk is not None:
-            disk, speed = speeds.disk, "on the disk, as measured"
-        disk *= max(0, nbytes - HOST * is_host)
+        disk = 2 / DISK_SPEED * max(0, nbytes - HOST * is_host)
+        speed = f"if the disk moves {DISK_SPEED / 1e9:.0f} GB/s (its speed is unknown)"
         return (disk, speed) if disk > link else (link, f"on the link ({on})")
 
     def _seconds_of(self, record: StepRecord) -> float:
@@ -308,30 +301,6 @@ class Trial:
     def _say(self, text: str) -> None:
         if self._progress is not None:
             self._progress(text)
-
-
-class Speeds(NamedTuple):
-    """What ``disthooks env`` has measured: seconds for a byte out and back; None where it has not.
-
-    >>> Speeds.of({"link": {"pinned_to_host": 2e10, "pinned_to_device": 2e10}, "directories": []})
-    Speeds(link=1e-10, disk=None)
-    """
-
-    link: float | None
-    disk: float | None
-
-    @classmethod
-    def of(cls, measured: dict[str, Any]) -> Speeds:
-        """Of the document that ``disthooks env --json`` prints: its link, and the fastest of its disks."""
-        link = measured.get("link") or {}
-        disks = [each for each in measured.get("directories", ()) if not each["in_memory"]]
-        both = [(each["write_bytes_per_s"], each["read_bytes_per_s"]) for each in disks]
-        there = _out_and_back(link.get("pinned_to_host"), link.get("pinned_to_device"))
-        return cls(there, min(filter(None, (_out_and_back(*each) for each in both)), default=None))
-
-
-def _out_and_back(out: float | None, back: float | None) -> float | None:
-    return 1 / out + 1 / back if out and back else None
 
 
 # -- candidates

@@ -28,7 +28,7 @@ bounds; :class:`Device` has the share of them that programs reach.
 # - Memory: 85%. This is an assumption. Nothing in this project measured it.
 # - The link: 80%. One copy engine between page-locked memory and an A100 moved 24.8 GB/s of PCIe 4's 31.5 (79%; a
 #   report in NVIDIA's developer forum, topic 352186), and an example of NVIDIA's nvbandwidth shows 55.6 GB/s of PCIe
-#   5's 63 (88%). `disthooks env` measures it.
+#   5's 63 (88%).
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ from disthooks import __version__
 from disthooks.errors import DisthooksError, as_line
 from disthooks.run.cli.check import check
 from disthooks.run.cli.diff import diff
-from disthooks.run.cli.env import env
 from disthooks.run.cli.explain import explain
-from disthooks.run.cli.fit import fit
 from disthooks.run.cli.output import line
 from disthooks.run.cli.report import report
 from disthooks.run.cli.watch import watch
@@ -81,14 +79,14 @@ def _whole(
 ) -> None:
     """Where saved tensors live between forward and backward, and what happens to gradients before the step.
 
-    A YAML file says what a run does. These commands check that file and the machine, and show the log of a run.
+    A YAML file says what a run does. These commands check that file, and show the log of a run.
     """
     if words.invoked_subcommand is None:
         print(words.get_help())
         raise typer.Exit(2)
 
 
-for _command in (env, check, explain, fit, report, watch, diff):
+for _command in (check, explain, report, watch, diff):
     app.command(context_settings=_HELP)(_with_short_errors(_command))
 app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
 

@@ -39,7 +39,6 @@ from disthooks.grads.attach import gradients
 from disthooks.grads.plan import groups_of, scope_of
 from disthooks.grads.rules.base import as_rule
 from disthooks.report.watch.features import tensors_of
-from disthooks.run.cli.doctor import missing_sinks
 from disthooks.saved.attach import chosen, save_activations, saving
 from disthooks.saved.codecs.base import relative_error
 from disthooks.saved.pipeline import Pipeline
@@ -269,11 +268,21 @@ def made(plan: Any, what: str) -> list[Any]:
     return [make() for make in plan.watches.get(what, ())]
 
 
+#: For each sink, by class name: the package that it needs, and the extra that installs it.
+_PACKAGES = {
+    "TensorBoard": ("tensorboard", "tensorboard"),
+    "WandB": ("wandb", "wandb"),
+    "MLflow": ("mlflow", "mlflow"),
+}
+
+
 def check_sinks(plan: Any, findings: Findings) -> None:
     """Add errors for sinks whose package is missing, or whose file could not be written."""
-    for name, remedy in missing_sinks(plan):
-        findings.failed("watch.sinks", f"{name}: its package is not installed: {remedy}")
     for sink in made(plan, "sinks"):
+        package, extra = _PACKAGES.get(type(sink).__name__, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            remedy = f"pip install 'disthooks[{extra}]'"
+            findings.failed("watch.sinks", f"{type(sink).__name__}: its package is not installed: {remedy}")
         path = getattr(sink, "path", None) or getattr(sink, "log_dir", None)
         if isinstance(path, (str, os.PathLike)) and (why := _unwritable(pathlib.Path(path))):
             findings.failed("watch.sinks", f"{type(sink).__name__}: {why}")

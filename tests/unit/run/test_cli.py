@@ -27,14 +27,9 @@ FROZEN = {
     "": ["--version", "--install-completion", "--show-completion"],
     "check": ["file", "--model", "--json"],
     "diff": ["one", "other", "--json", "--exit-code"],
-    "env": ["--json"],
     "explain": [
         *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
         *("--batch", "--seq", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
-    ],
-    "fit": [
-        *("model", "--budget", "--device", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
-        *("--batch", "--seq", "--measured", "--json"),
     ],
     "launch": [],
     "report": ["path", "--output/-o", "--compare", "--json"],
@@ -90,7 +85,7 @@ def test_every_command_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> No
 def test_completion_knows_the_commands() -> None:
     asked = {"_DISTHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": "disthooks e", "COMP_CWORD": "1"}
     done = process(env={**ENV, **asked})
-    assert done.stdout.split() == ["env", "explain"]
+    assert done.stdout.split() == ["explain"]
 
 
 def test_the_extra_of_the_command_line_reads_yaml() -> None:

@@ -1,4 +1,4 @@
-"""``disthooks explain`` and ``disthooks fit``: what they count, print and refuse."""
+"""``disthooks explain``: what it counts, prints and refuses."""
 
 from __future__ import annotations
 
@@ -30,29 +30,6 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     assert [(each["module"], each["stored"]) for each in found["plan"]["modules"]] == [("1", 160)]
     alone = run("explain", f"{BUILT}:alone", code=1).stderr
     assert "alone has no example inputs: a function has to return (module, example inputs)" in alone
-
-
-def test_fit_prints_a_file_that_keeps_the_budget(tmp_path: pathlib.Path) -> None:
-    options = (f"{BUILT}:whole", "--device", "cpu", "--optimizer", "adamw")
-    free = json.loads(run("explain", *options, "--json").stdout)["peak"]["nbytes"]
-    budget = free * 9 // 10
-    told = run("fit", *options, "--budget", budget).stdout
-    assert told.startswith("# ")
-    assert "\n# This counts tensors. A budget of dh.fit on a CPU counts the whole process" in told
-    file = tmp_path / "hooks.yaml"
-    file.write_text(told)
-    found = json.loads(run("explain", options[0], file, *options[1:], "--json").stdout)
-    assert found["plan"]["peak"]["nbytes"] <= budget
-    assert "no plan is needed" in run("fit", *options, "--budget", free).stdout
-    found = json.loads(run("fit", *options, "--budget", free, "--json").stdout)
-    assert (found["budget"], found["peak"], found["plan"]) == (free, free, None)
-    assert "no plan keeps 1.0 KiB" in run("fit", *options, "--budget", "1 KiB", code=1).stderr
-    measured = tmp_path / "env.json"
-    measured.write_text(run("env", "--json").stdout)
-    assert run("fit", *options, "--budget", budget, "--measured", measured).stdout.startswith("# ")
-    measured.write_text("{}")
-    wrong = run("fit", *options, "--budget", budget, "--measured", measured, code=1).stderr
-    assert "it is not what disthooks env --json prints" in wrong
 
 
 ARGUMENTS = """
