@@ -34,15 +34,13 @@ pytestmark = pytest.mark.any_device
 GELSY = "torch gives LAPACK's gelsy pivots from memory that nobody wrote (pytorch#187411); no gradient uses the result"
 
 
-ONEDNN = "on some CPUs oneDNN gives its double backward in bfloat16 other bits from call to call (torch 2.13)"
-
 #: Operators whose outputs, hooks or not, may be rounded otherwise at every call. Their gradients are compared by bits.
-NONDETERMINISTIC = {
-    "linalg.lstsq": GELSY,
-    "linalg.lstsq grad_oriented": GELSY,
-    "nn.functional.conv_transpose3d": ONEDNN,
-}
+NONDETERMINISTIC = {"linalg.lstsq": GELSY, "linalg.lstsq grad_oriented": GELSY}
 
+
+#: What torch 2.13 computes wrongly on some CPUs, other numbers from call to call: the double backward in bfloat16 of
+#: this convolution, where oneDNN runs it.
+GARBAGE = {("nn.functional.conv_transpose3d", torch.bfloat16)}
 
 #: Operators that save a view with a version counter of its own, so that torch does not see that an input is changed
 #: and computes wrong gradients. A store that copies gives those of the inputs as they were.
@@ -151,6 +149,8 @@ def test_gradients_of_every_operator(dtype: torch.dtype, tmp_path: pathlib.Path)
             samples = some(samples_of(op, dtype))
             for sample in samples:
                 for kind, (called, run) in kinds_of(op).items():
+                    if run is twice and (name, dtype) in GARBAGE:
+                        continue
                     groups = {attempt: stores}
                     if name in UNSEEN and kind == "inputs changed":
                         copying = [store for store in stores if store in COPYING]
