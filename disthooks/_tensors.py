@@ -248,8 +248,8 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     [(3,), (2, 3)]
     """
     if hasattr(tensor, "__tensor_flatten__"):  # jagged tensors, DTensor
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return [part for each in inner for part in parts_of(each)]
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # a DTensor names its mesh, too
+        return [part for each in inner if isinstance(each, torch.Tensor) for part in parts_of(each)]
     layout = tensor.layout
     if layout is torch.sparse_coo:
         return [tensor._values(), tensor._indices()]  # the public methods refuse tensors that are not coalesced
