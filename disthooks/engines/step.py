@@ -209,7 +209,8 @@ class Step:
         """
         told = None if chosen is None else self._checked(chosen)
         # A loop that clips the gradients of each optimizer by itself calls this several times in one step.
-        waiting = [self.optimizers[place] for place in sorted(self._marks) if self._waits(place)]
+        marks = sorted(self._marks.items())
+        waiting = [self.optimizers[place] for place, mark in marks if mark.is_trained and self._is_same(place)]
         with _choosing(told):
             for optimizer in waiting if waiting and told is None else self._chosen():
                 OptimizerHooks.of(optimizer).begin_early()
@@ -217,8 +218,9 @@ class Step:
     def begin(self, optimizer: Any, is_early: bool = False) -> torch.Tensor | None:
         """Run the functions, unless they have run for these gradients; see [Note: the states of a step]."""
         place = self._place(optimizer)
-        mark = self._marks.get(place)
-        if mark is not None and OptimizerHooks.of(optimizer).gradients.is_same(mark):
+        # Before the first optimizer steps, new gradients of any of them make the norm another one.
+        places = list(self._marks) if self.state == "begun" else [place]
+        if place in self._marks and all(map(self._is_same, places)):
             return self._decision
         if self.state == "stepping":
             self._end()
@@ -285,7 +287,7 @@ class Step:
             UsageError: when it is not known which scaler that is; nothing was changed then.
         """
         others = stepping if is_early else {i: one for i, one in stepping.items() if i != place}
-        if not others:  # its scaler, if it has one, has called its step
+        if not others or not self._functions:  # the scaler of one optimizer has called its step
             return
         given = scaler_under_way()
         own: dict[int, Any] = {}
@@ -352,10 +354,9 @@ class Step:
         mine = [one for one in self.optimizers if chosen is None or any(one is other for other in chosen)]
         return mine or list(self.optimizers)
 
-    def _waits(self, place: int) -> bool:
-        """Whether an optimizer still has the gradients with which the step was begun."""
-        mark = self._marks[place]
-        return mark.is_trained and OptimizerHooks.of(self.optimizers[place]).gradients.is_same(mark)
+    def _is_same(self, place: int) -> bool:
+        """Whether an optimizer that has not stepped still has the gradients with which the step was begun."""
+        return OptimizerHooks.of(self.optimizers[place]).gradients.is_same(self._marks[place])
 
 
 class _Told(threading.local):

@@ -210,3 +210,26 @@ def test_nothing_is_logged_of_steps_inside_backward_so_that_is_an_error(more: di
     with pytest.raises(UsageError, match=r"Norm\(.*needs all of them"):
         run(1.0)
     watch.remove()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_backward_after_the_step_was_begun_makes_rules_act_on_all_again(which: int) -> None:
+    """It reaches the gradients of one optimizer alone, and the norm is that of both."""
+    model, optimizers = two()
+    with dh.gradients(model, optimizers, rules=[dh.ClipNorm(1.0)], stats=[stats.Norm()], every=1) as watch:
+        for _ in range(2):
+            backward(model)
+            watch.begin_step()
+            assert grads(model) == [0.6, 0.8]
+            (7 * model[which]).backward()
+            wanted = [0.6, 0.8]
+            wanted[which] += 7
+            for optimizer in optimizers:
+                optimizer.step()
+            norm = math.hypot(*wanted)
+            assert grads(model) == [each / norm for each in wanted]
+            watch.flush()
+            assert watch.latest["grad_norm"] == pytest.approx(norm, abs=1e-5)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert watch.steps == 2
