@@ -284,18 +284,6 @@ def test_the_last_of_each_of_these_rules_changes_something() -> None:
     assert changed == [name for name in RULES if name != "norm not reached"]
 
 
-def _frozen(rank: int) -> str:
-    with pytest.raises(dh.errors.AttachError) as raised:
-        train(rank, "fsdp1flat", RULES["freeze"])
-    return str(raised.value)
-
-
-@pytest.mark.second_tier
-@pytest.mark.dist
-def test_a_part_of_a_flat_parameter_cannot_be_frozen(ranks: Ranks) -> None:
-    assert all("in one piece: set requires_grad_(False)" in message for message in ranks(_frozen))
-
-
 def _ruled_by_norm(rank: int, engine: str) -> Any:
     return train(rank, engine, RULES["norm"])
 
