@@ -39,6 +39,7 @@ from disthooks.grads.attachment import Gradients, GradientsConfig
 from disthooks.grads.collectives import StepCounts
 from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
+from disthooks.grads.loop import LoopFacts
 from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
 from disthooks.grads.records import StepRecords
 from disthooks.grads.rules.base import Only, Rule, as_rule, named
@@ -295,7 +296,9 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
     runner = StepRunner(engine, plan, local_hooks, forward_hooks, config.scaler, group, device)
     counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
     checks = StepChecks(engine, step, parameters, counts, has_rules=bool(plan.rules))
-    records = StepRecords(plan, stats, engine.ranks, config.recent)
+    is_first = engine.position == 0 and bool(config.stats or any(rule.logs() for rule in config.rules))
+    loop = LoopFacts(engine, step, shards, models[0], config.scaler, is_first)
+    records = StepRecords(plan, stats, engine.ranks, loop, config.recent)
     if config.recent and not records.sees_every_step:
         raise UsageError(
             f"recent={config.recent}: nothing tells in which step something happens: add stats.NonFinite(), "
@@ -303,7 +306,7 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
         )
     changed = _changed_gradients(engine, plan, local_rules)
     _refuse_twice(changed)
-    attached = Gradients(config, checks, runner, records, _open_sinks(config, engine, runner))
+    attached = Gradients(config, checks, runner, records, _open_sinks(config, engine, step, runner))
     _attached[attached] = changed
     attached.on_remove(functools.partial(_attached.pop, attached, None))
     return attached
@@ -353,7 +356,7 @@ def _is_local(rule: Rule) -> bool:
     return isinstance(rule, Only) and rule.at == "local"
 
 
-def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> RecordWriter:
+def _open_sinks(config: GradientsConfig, engine: Engine, step: Step, runner: StepRunner) -> RecordWriter:
     """Open the sinks on the first rank, and agree that all ranks attach the same: one collective.
 
     Ranks that attach different rules or statistics would add up different numbers, or wait for each other for ever. If
@@ -377,6 +380,9 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
     names = [shard.name for shard in runner.plan.shards]
     try:
         columns = {"param": names, "module": runner.plan.modules, "called": runner.forward_hooks.called}
+        of_group = {id(each): i for i, group in enumerate(step.param_groups) for each in group["params"]}
+        groups = [of_group.get(id(shard.parameter), -1) for shard in runner.plan.shards]
+        columns |= {"group": groups} if len(set(groups)) > 1 else {}
         writer.open(config.sinks if engine.position == 0 else (), about, columns)
     except Exception as error:
         failure = error

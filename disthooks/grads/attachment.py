@@ -23,6 +23,7 @@ from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
 from disthooks.grads.buffers import BuffersBefore
 from disthooks.grads.gradients_report import GradientsReport, no_step_followed
+from disthooks.grads.loop import largest_settings
 from disthooks.grads.plan import BoundRule
 from disthooks.grads.records import ReadRecords, RecentStep, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
@@ -108,7 +109,7 @@ class Gradients(Attachment):
             for handle in self._buffers.attach() if self._may_skip else ():
                 self.on_remove(handle.remove)
             self._warn_of_kept_gradients()
-            for handle in [*runner.local_hooks.attach(), *runner.forward_hooks.attach()]:
+            for handle in [*runner.local_hooks.attach(), *runner.forward_hooks.attach(), *records.loop.attach()]:
                 self.on_remove(handle.remove)
             for model in engine.models if engine.trains_alone and has_several_ranks() else ():
                 self.on_remove(model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
@@ -227,7 +228,8 @@ class Gradients(Attachment):
         has_others = len(step.stepping) < len(step.optimizers)
         states = self._runner.copied_states() if step.is_early else ()
         result = self._runner.run(self.steps, is_measured, is_frequent, step.stepping, has_others)
-        settings = self._largest_settings() if is_measured else {}
+        names = {name for stat in self._config.stats for name in stat.settings} if is_measured else ()
+        settings = largest_settings(names, step.param_groups)
         self._begun = BegunStep(result, is_logged, is_measured, settings, states)
         return result.skip()
 
@@ -240,6 +242,7 @@ class Gradients(Attachment):
         if result is not None and (decision := result.skip()) is not None:
             result.deferred_errors += self._buffers.treat(self.steps, decision)
         self._runner.end_step(result)
+        self._records.loop.take(self.steps)
         if result is not None:
             self._was_logged = begun.is_logged
             self._settings = begun.settings
@@ -271,6 +274,7 @@ class Gradients(Attachment):
         """A ``GradScaler`` has kept the step back: what was noted for it belongs to no step."""
         self._forget_begun()
         self._runner.end_step(None)
+        self._records.loop.forget_forwards()
 
     def _forget_begun(self) -> None:
         begun, self._begun = self._begun, None
@@ -315,17 +319,6 @@ class Gradients(Attachment):
             self._records.start(step, result.merged, result.log, self._settings)
         else:
             self._records.keep(RecentStep(step, result.merged, result.log, self._settings))
-
-    def _largest_settings(self) -> dict[str, float]:
-        """The optimizer's settings that a statistic asks for, the largest of its parameter groups."""
-        found: dict[str, float] = {}
-        for name in sorted({name for stat in self._config.stats for name in stat.settings}):
-            given = [group[name] for group in self._checks.step.param_groups if name in group]
-            # A tensor on a device would make the host wait, and an optimizer that finds its own rate may have None.
-            known = [float(each) for each in given if isinstance(each, (int, float)) or _is_on_host(each)]
-            if known:
-                found[name] = max(known)
-        return found
 
     def _begin_next_step(self) -> None:
         self.steps += 1
@@ -394,7 +387,7 @@ class Gradients(Attachment):
                 self._writer.add_also(fields)
                 fields.update({name: value for name, value in (known or {}).items() if name not in fields})
                 self.latest = fields
-            self._writer.write(fields)
+            self._writer.write(fields | self._records.loop.of(fields["step"]))
             if is_logged:
                 if fields.get("grad_norm") == 0:
                     self._runner.warn_of_no_gradient(fields["step"], "a gradient of 0")
@@ -425,7 +418,7 @@ class Gradients(Attachment):
         with contextlib.suppress(Exception):  # while torch traces a function, its tensors have no numbers
             reading = self._records.read(wait=True)
             self._note_nonfinite(reading)
-            unwritten = [record.fields for record in reading.records]
+            unwritten = [each.fields | self._records.loop.of(each.fields["step"]) for each in reading.records]
         heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, self._writer))
 
     # The handle's description and state.
@@ -586,10 +579,6 @@ def _in_order(rule: Rule, state: State, given: Sequence[str], wanted: Sequence[s
         raise UsageError(f"the state of {rule!r} has nothing of {shown}: load a state of the same parameters")
     order = torch.tensor([place[name] for name in wanted])
     return {name: state[name].index_select(-1, order) for name in rule.by_parameter}
-
-
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1
 
 
 def _kind(rule: Rule) -> str:

@@ -42,6 +42,7 @@ import torch
 
 from disthooks._ranks import global_rank
 from disthooks._streams import current_stream, event_on, on_accelerator
+from disthooks.grads.loop import LoopFacts
 from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.rules.history import History
 from disthooks.grads.sinks.base import RecordWriter
@@ -397,12 +398,19 @@ class StepRecords:
 
     Attributes:
         stats: the statistics and their states.
+        loop: what the loop set in each step, which is in each record that is written.
     """
 
     def __init__(
-        self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], recent: int = 0
+        self,
+        plan: StepPlan,
+        stats: Sequence[tuple[Stat, State]],
+        ranks: Sequence[int],
+        loop: LoopFacts,
+        recent: int = 0,
     ) -> None:
-        self.stats = stats
+        self.stats, self.loop = stats, loop
+        loop.kept += recent
         self._recent: deque[RecentStep] = deque(maxlen=recent)
         self._until = -1  # steps that are not logged become records up to this one
         self._plan, self._ranks = plan, ranks

@@ -23,7 +23,9 @@ import torch
 from disthooks._tensors import format_bytes
 from disthooks.report.culprit import Culprit
 from disthooks.report.log import Run, number
+from disthooks.report.loop import changes
 from disthooks.report.moved import values_of
+from disthooks.report.record import Record
 from disthooks.report.sentences import figure, nonfinite_entries, peak_of, seconds, verdict
 from disthooks.report.timeline import timeline
 
@@ -61,6 +63,8 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Clip factor", "norms", (("clip_ratio", "factor"),)),
     ("Update over weight", "norms", (("update_ratio", "all parameters"),)),
     ("Learning rate", "norms", (("lr", "largest of the groups"),)),
+    ("Elements of the model's inputs in a step", "also", ((Record.loop_inputs.name, "on the first rank"),)),
+    ("Length of a step", "also", ((Record.loop_seconds.name, "on the first rank"),)),
     (
         "Gradient norm of each rank",
         "ranks",
@@ -148,7 +152,7 @@ def curves(run: Run) -> Iterator[dict[str, Any]]:
             continue
         series = [(label, column) for key, label in names if (column := _column(run, key)) is not None]
         if series:
-            unit = "seconds" if "_seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
+            unit = "seconds" if "seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
             lines = [{"label": label, "values": column} for label, column in series]
             yield {"title": title, "section": section, "unit": unit, "lines": lines}
     held = [name for name in _names(run) if name.startswith("saved/") and name.endswith("/peak_held")]
@@ -161,7 +165,9 @@ def curves(run: Run) -> Iterator[dict[str, Any]]:
 
     for key in _names(run):
         ours = key in known or key.split("/")[0].split("_")[0] in ("grad", "activation", "input", "forward", "backward")
-        if ours or key.startswith(("saved/", "replicas/", "skipped", "nonfinite", "loss", "update", "clip", "param_")):
+        if ours or key.startswith(
+            ("loop/", "saved/", "replicas/", "skipped", "nonfinite", "loss", "update", "clip", "param_")
+        ):
             continue
         column = _column(run, key) if meaning(key) == "number" else None
         if column is not None:
@@ -287,6 +293,7 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"step": each.step, "kind": each.kind, "rank": each.rank, "text": each.text} for each in wrong
     ]
+    found += [{"step": each.step, "kind": "loop", "rank": None, "text": each.text} for each in changes(run)]
     named = {each.step for each in wrong}
     for entry in nonfinite_entries(run):
         if entry["step"] not in named:

@@ -46,6 +46,7 @@ class Run:
     Attributes:
         name: what the launcher's start is called; None in logs that do not say it.
         names: for "param" and "module" their names, in the order of the model.
+        groups: of each parameter the number of its group in the optimizer; empty if the log does not tell it.
         order: for "param" and "module" the places of the names in the order in which forward came to them.
         records: the numbers of each step, without columns.
         columns: for "param" or "module" and a statistic, a number for each step and name: NaN where there is none, and
@@ -68,6 +69,7 @@ class Run:
         # If a restarted run made a step again, its last record counts.
         kept = sorted({line.step: line for line in lines}.values(), key=lambda line: line.step)
         self.names = _names(lines)
+        self.groups: list[int] = next((line.names for line in lines if line.names), {}).get("group", [])
         self.order = _order(lines, self.names)
         self.records: list[Record] = []
         self.columns: dict[tuple[str, str], Table] = {}

@@ -57,6 +57,7 @@ class Names(LoggedObject):
     param: list[str] = []
     module: list[str] = []
     called: list[int] = []
+    group: list[int] = []
 
 
 class Place(LoggedObject):
@@ -132,6 +133,16 @@ class Record(dict[str, Any]):
     replicas_steps = _Field[int | None]("replicas/steps", Whole, None)
     replicas_names = _Field[Sequence[str]]("replicas/names", list[str], ())
     replicas_ranks = _Field[Sequence[int]]("replicas/ranks", list[Rank], ())
+    loop_lr = _Field[Sequence[float | None]]("loop/lr", list[Number], ())
+    loop_weight_decay = _Field[Sequence[float | None]]("loop/weight_decay", list[Number], ())
+    loop_trained = _Field[int | None]("loop/trained", Whole, None)
+    loop_began = _Field[Sequence[str]]("loop/began", list[str], ())
+    loop_ended = _Field[Sequence[str]]("loop/ended", list[str], ())
+    loop_training = _Field[bool | None]("loop/training", bool, None)
+    loop_inputs = _Field[int | None]("loop/inputs", Whole, None)
+    loop_micro_batches = _Field[int | None]("loop/micro_batches", Whole, None)
+    loop_scale = _number("loop/scale")
+    loop_seconds = _number("loop/seconds")
     replicas_at = _Field[Sequence[str]]("replicas/at", list[str], ())
 
 

@@ -18,13 +18,14 @@ from typing import Any
 from disthooks._tensors import format_bytes
 from disthooks.report.culprit import Timeline
 from disthooks.report.log import Run, number
+from disthooks.report.loop import changes
 from disthooks.report.record import Record
 
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
 _FIRST = 10  # records
 _AS_SPIKE = "the step was skipped as a spike"
-_SECONDS = re.compile(r"_seconds(_per_step)?(/(max|mean)_rank)?$")
+_SECONDS = re.compile(r"[_/]seconds(_per_step)?(/(max|mean)_rank)?$")
 
 
 def verdict(run: Run, found: Timeline) -> list[str]:
@@ -43,7 +44,11 @@ def verdict(run: Run, found: Timeline) -> list[str]:
         wrong = [nothing_said(run, found)]
     said = [text.partition(":")[0] for text in wrong if _AS_SPIKE in text]
     others = [step for step in spikes if not any(re.search(rf" {step}\b", steps) for steps in said)]
-    return [*wrong, *_clipping_said(run, others), *_saving_said(run), *found.unseen]
+    changed = changes(run)
+    told = [change.text for change in changed[:_FEW]]
+    if len(changed) > _FEW:
+        told.append(f"The loop changed {len(changed) - _FEW} more things; the last at step {changed[-1].step}.")
+    return [*wrong, *told, *_clipping_said(run, others), *_saving_said(run), *found.unseen]
 
 
 def nothing_said(run: Run, found: Timeline) -> str:

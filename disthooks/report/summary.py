@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disthooks.report.log import Run, number
+from disthooks.report.loop import changes
 from disthooks.report.sentences import nonfinite_entries, value_of, verdict
 from disthooks.report.timeline import timeline
 
@@ -50,6 +51,7 @@ def summary(run: Run) -> dict[str, Any]:
         "culprits": [culprit.document() for culprit in told.culprits],
         "looked_at": told.looked_at,
         "unseen": told.unseen,
+        "changes": [change._asdict() for change in changes(run)],
         "verdict": verdict(run, told),
     }
 

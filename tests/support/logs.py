@@ -11,6 +11,11 @@ from typing import Any
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
+def measured(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without what the loop set, which is of the first rank alone and has the seconds of the step."""
+    return {name: value for name, value in record.items() if "loop/" not in name}
+
+
 def log(file: pathlib.Path, steps: int, layers: int, ranks: int = 2, evil: str = "", every: int = 1) -> pathlib.Path:
     """A log of ``stats.full()``: ``layers`` parameters and modules, with a NaN and a spike in the last quarter.
 

@@ -49,6 +49,8 @@ _LABELS = re.compile(
 _COUNTS = re.compile(r"(nonfinite|nonfinite_params|activation_nonfinite|activation_unread|skipped)(/.*)?")
 _TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step|peak|budget)$).*|nonfinite_steps")
 
+#: What the loop set, a number for each parameter group.
+_OF_GROUPS = ("loop/lr", "loop/weight_decay")
 _FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "grad_max_abs")
 
 
@@ -72,12 +74,20 @@ class Histogram(NamedTuple):
 def scalars(record: Mapping[str, Any]) -> dict[str, float | int]:
     """The numbers of ``record`` without its step, also those that are not finite.
 
+    What the loop set for several parameter groups has the number of the group behind its name.
+
     >>> scalars({"step": 3, "grad_norm": 0.5, "clipped": True, "nonfinite_at": [], "note": "warm"})
     {'grad_norm': 0.5, 'clipped': 1}
+    >>> scalars({"step": 3, "loop/lr": [0.1, None, 0.2], "loop/weight_decay": [0.0]})
+    {'loop/lr/0': 0.1, 'loop/lr/2': 0.2, 'loop/weight_decay': 0.0}
     """
+    of_groups = [(name, record[name]) for name in _OF_GROUPS if name in record]
+    flat = {
+        f"{name}/{i}" if len(found) > 1 else name: each for name, found in of_groups for i, each in enumerate(found)
+    }
     return {
         name: int(value) if isinstance(value, numbers.Integral) else float(value)
-        for name, value in record.items()
+        for name, value in (*record.items(), *flat.items())
         if name != "step" and isinstance(value, numbers.Real)
     }
 
@@ -136,6 +146,7 @@ def texts(record: Mapping[str, Any], most: int | None = 4) -> dict[str, str]:
         name: shown(value, most)
         for name, value in record.items()
         if not isinstance(value, numbers.Real) and not _is_histogram(value) and not is_empty(value)
+        if name not in _OF_GROUPS
     }
 
 

@@ -160,7 +160,7 @@ class JsonlLines(OpenSink):
             return
         scalars, columns = self._apart(record)
         lists = [column for found in columns.values() for column in found.values()]
-        needed = {"about"} | ({"names"} if lists else set())
+        needed = {"about"} | ({"names"} if lists or "group" in self.names else set())
         if any(
             isinstance(value, dict) and "bins" in value for values in [scalars.values(), *lists] for value in values
         ):
@@ -260,11 +260,11 @@ class Console:
             raise UsageError(f"Console: print must be a function of a line, got {self.print!r}")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Print one line, without empty values and without values of single parameters."""
+        """Print one line, without empty values, values of single parameters, and what the loop set."""
         told = {
             name: value
             for name, value in record.items()
-            if "/param/" not in name and "/module/" not in name and not is_empty(value)
+            if "/param/" not in name and "/module/" not in name and not name.startswith("loop/") and not is_empty(value)
         }
         self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
 

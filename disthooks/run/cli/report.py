@@ -123,7 +123,8 @@ def _show_figures(run: dict[str, Any]) -> None:
         return place, "" if place < len(_FIRST) else name
 
     keys = ("first", "median", "last", "max")
-    names = sorted(run["numbers"], key=order)
+    # What the loop changed is in the sentences.
+    names = sorted((name for name in run["numbers"] if not name.startswith("loop/")), key=order)
     shown = []
     for name in names[:_ROWS]:
         told = run["numbers"][name]
@@ -132,7 +133,7 @@ def _show_figures(run: dict[str, Any]) -> None:
     if shown:
         heads = ("", *keys, "max at", "not finite")
         console().print(table(shown, heads, right=range(1, len(heads))))
-    others = len(names) - len(shown) + len(run["counts"]) + len(run["totals"]) + run["single"]
+    others = len(run["numbers"]) - len(shown) + len(run["counts"]) + len(run["totals"]) + run["single"]
     if others:
         line(
             f"{others} more numbers, of single parameters too: -o report.html draws them, --json has those of the step"

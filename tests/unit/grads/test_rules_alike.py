@@ -12,6 +12,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.grads.rules import Rule
 from tests.support.engines import grads_of, loss_of, make
+from tests.support.logs import measured
 
 ALL: list[Rule] = [
     dh.ClipAdaptive(),
@@ -84,7 +85,7 @@ def _train(steps: range, model: nn.Module, optimizer: Any, state: Any, path: Any
             optimizer.step()
     if path is not None:
         torch.save(watch.state_dict(), path)
-    return records, watch.state_dict()
+    return [measured(record) for record in records], watch.state_dict()
 
 
 def test_learned_state_is_saved_and_gone_on_with(tmp_path: Any) -> None:

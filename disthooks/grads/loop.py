@@ -1,0 +1,156 @@
+"""``LoopFacts``: what the training loop itself set in each step, by numbers that the host knows."""
+
+# [Note: what the loop set]
+# A layer that begins to train, a learning rate that is 0 no more, or a larger batch moves losses and norms as a fault
+# does. So each record says what the loop set: a reader looks there first. The numbers are those of the first rank, and
+# are added when it writes a record; all else in a record is the same on every rank. Nothing is computed on a device and
+# no collective runs. A number that lies on a device, such as the scale of a `GradScaler` there, is left out, because to
+# read it the host would wait.
+# That something happened in a step is known some steps later. So the numbers of the last steps are kept.
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from disthooks._handles import UncopiedHook, weak_method
+from disthooks._torch import in_backward
+from disthooks.engines.base import Engine, Removable, Shard
+from disthooks.engines.scalers import scalers
+from disthooks.engines.step import Step
+from disthooks.errors import UsageError
+
+_MOST_NAMED = 10  # parameters
+_KEPT = 256  # steps, and as many as `recent` says
+_needs_gradient = operator.attrgetter("requires_grad")
+
+
+class _Taken(NamedTuple):
+    """What the loop set in one step: the entries of its record, and whether each parameter trains."""
+
+    entries: dict[str, Any]
+    trains: Sequence[bool]
+
+
+class LoopFacts:
+    """Notes what the loop sets, on the first rank. See [Note: what the loop set].
+
+    Args:
+        model: the model that the loop calls.
+        is_used: whether this rank makes records.
+    """
+
+    def __init__(
+        self, engine: Engine, step: Step, shards: Sequence[Shard], model: nn.Module, scaler: Any, is_used: bool
+    ) -> None:
+        self._engine, self._step, self._model, self._scaler = engine, step, model, scaler
+        self._names, self._parameters = [shard.name for shard in shards], [shard.parameter for shard in shards]
+        self._is_used = is_used
+        self._taken: dict[int, _Taken] = {}
+        self._trains: Sequence[bool] = ()  # in the last step
+        self._told: dict[int, Sequence[bool]] = {}  # in the steps that have a record, in the order of their records
+        self._last: float | None = None  # when the last step was made
+        self.kept = _KEPT
+        self._forwards = self._inputs = 0
+        self._is_training: bool | None = None
+
+    def attach(self) -> list[Removable]:
+        hook = UncopiedHook(weak_method(self._before_forward))
+        return [self._model.register_forward_pre_hook(hook, with_kwargs=True)] if self._is_used else []
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward() and not getattr(module, "_is_replica", False):
+            self._forwards += 1
+            self._is_training = module.training
+            self._inputs += sum(each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+
+    def forget_forwards(self) -> None:
+        """The forwards since the last step belong to no step, or to one whose numbers were taken."""
+        self._forwards, self._inputs, self._is_training = 0, 0, None
+
+    def take(self, step: int) -> None:
+        """Take the numbers of a step that is made now."""
+        if not self._is_used:
+            return
+        now, last = time.perf_counter(), self._last
+        self._last = now
+        groups, trains = self._step.param_groups, list(map(_needs_gradient, self._parameters))
+        self._trains = trains if trains != self._trains else self._trains  # one list for all steps
+        entries = {
+            "loop/lr": _of_groups(groups, "lr"),
+            "loop/weight_decay": _of_groups(groups, "weight_decay"),
+            "loop/trained": sum(trains),
+            "loop/training": self._model.training if self._is_training is None else self._is_training,
+            "loop/inputs": self._inputs or None,
+            "loop/micro_batches": self._forwards or None,
+            "loop/scale": self._scale(),
+            "loop/seconds": None if last is None else now - last,
+        }
+        self._taken[step] = _Taken({name: value for name, value in entries.items() if value is not None}, self._trains)
+        _keep_last(self._taken, self.kept)
+        self.forget_forwards()
+
+    def of(self, step: int) -> dict[str, Any]:
+        """The entries for the record of a step; with the parameters that train since the record before, or no more."""
+        taken = self._taken.get(step)
+        if taken is None:
+            return {}
+        # Recent steps may get their records after a later step that was logged.
+        before = next((trains for at, trains in reversed(self._told.items()) if at < step), taken.trains)
+        self._told[step] = taken.trains
+        _keep_last(self._told, self.kept)
+        changed: dict[str, list[str]] = {"loop/began": [], "loop/ended": []}
+        if before != taken.trains:
+            for name, was, trains in zip(self._names, before, taken.trains, strict=True):
+                if was != trains:
+                    changed["loop/began" if trains else "loop/ended"].append(name)
+        return taken.entries | {key: names[:_MOST_NAMED] for key, names in changed.items() if names}
+
+    def _scale(self) -> float | None:
+        """The factor of the loss; None if there is none, or it lies on a device."""
+        scale = self._engine.gradient_scale()
+        with contextlib.suppress(UsageError):  # it is not known which scaler it is
+            scaler = self._scaler or scalers.of(self._step.optimizers[0])
+            if scale is None and scaler is not None and scaler.is_enabled():
+                scale = scaler._scale
+        return on_host(scale)
+
+
+def _keep_last(by_step: dict[int, Any], many: int) -> None:
+    while len(by_step) > many:
+        del by_step[next(iter(by_step))]
+
+
+def largest_settings(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The settings of an optimizer that have these names, each the largest of its parameter groups."""
+    found: dict[str, float] = {}
+    for name in sorted(set(names)):
+        known = [value for group in groups if (value := on_host(group.get(name))) is not None]
+        if known:
+            found[name] = max(known)
+    return found
+
+
+def _of_groups(groups: Sequence[Mapping[str, Any]], name: str) -> list[float | None] | None:
+    """A setting of each parameter group; None if no group has it."""
+    found = [on_host(group.get(name)) for group in groups]
+    found = [None if value is None or not math.isfinite(value) else value for value in found]
+    return None if all(value is None for value in found) else found
+
+
+def on_host(value: Any) -> float | None:
+    """A number as a float, if the host need not wait for it.
+
+    >>> on_host(1), on_host(torch.tensor(0.5)), on_host(torch.ones((), device="meta")), on_host("auto")
+    (1.0, 0.5, None, None)
+    """
+    is_there = isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1
+    return float(value) if isinstance(value, (int, float)) or is_there else None
