@@ -355,6 +355,13 @@ def test_faults_in_training_are_named(out: pathlib.Path) -> None:
     assert found["right"] >= 9, found["failures"]
 
 
+def test_healthy_trainings_are_blamed_for_nothing(out: pathlib.Path) -> None:
+    sizes = ["--kinds", "plain", "curriculum", "random_lengths", "--every", "1", "--draws", "0"]
+    found = written("healthy", out, *sizes)
+    assert (found["kinds"], found["trainings"]) == (3, 9)
+    assert found["sentences_that_blame"] == 0, found["blames"]
+
+
 @pytest.mark.full_tier
 def test_clipping_beside_torch_is_measured(out: pathlib.Path) -> None:
     ratios = written("clip", out, "--threads", "1", "--rounds", "1")["clip_and_step_against_torch"]
