@@ -568,8 +568,9 @@ def blamed(file: pathlib.Path) -> list[str]:
     """The sentences of the report that blame something: of what went wrong, of a norm, of a rank."""
     (run,) = read(file).runs
     found = timeline(run)
-    told = [culprit.text for culprit in found.culprits]
-    return told + [text for text in verdict(run, found) if _BLAMES.match(text) and text not in told]
+    noted = [culprit.text for culprit in found.culprits if culprit.strength == "noted"]
+    told = [culprit.text for culprit in found.culprits if culprit.strength != "noted"]
+    return told + [text for text in verdict(run, found) if _BLAMES.match(text) and text not in [*told, *noted]]
 
 
 # -- independent numbers

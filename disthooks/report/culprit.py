@@ -15,7 +15,7 @@ class Culprit:
     """What went wrong.
 
     Attributes:
-        kind: "nonfinite", "loss", "replicas", "weights", "batch", "forward", "backward", "gradient", "update",
+        kind: "noted", "nonfinite", "loss", "replicas", "weights", "batch", "forward", "backward", "gradient", "update",
             "learning rate", "dead", "slow" or "jump".
         first: the first step in which it can have begun.
         step: the last one: the step in which it was seen. If every step is logged, both are the same.
@@ -39,6 +39,11 @@ class Culprit:
     advice: str = ""
 
     @property
+    def strength(self) -> str:
+        """ "certain" what was seen as it is said, "unusual" what a number is, "noted" what is no fault."""
+        return _STRENGTHS.get(self.kind, "unusual")
+
+    @property
     def text(self) -> str:
         on = "" if self.rank is None or " on rank" in self.what else f" on rank {self.rank}"
         return f"{steps_said(self.first, self.step)}{on}: {self.what}."
@@ -46,7 +51,7 @@ class Culprit:
     def document(self) -> dict[str, Any]:
         fields = dict(vars(self))
         del fields["what"]
-        return fields | {"text": self.text}
+        return fields | {"strength": self.strength, "text": self.text}
 
 
 class Timeline(NamedTuple):
@@ -83,8 +88,17 @@ def whole(values: torch.Tensor | None, at: int, place: int) -> int | None:
     return int(found) if math.isfinite(found) else None
 
 
+_STRENGTHS = {
+    "nonfinite": "certain",
+    "loss": "certain",
+    "replicas": "certain",
+    "weights": "certain",
+    "learning rate": "noted",
+    "noted": "noted",
+}
 #: By kind.
 ADVICE = {
+    "noted": "",
     "nonfinite": "Look at the data of this step and at the module's inputs.",
     "loss": "Look at the batch of this step, and at what the loss divides by or takes the logarithm of.",
     "replicas": "Restart from the last checkpoint. If the same rank is named again, test the memory of its device.",

@@ -22,7 +22,7 @@ import torch
 
 from disthooks.report.culprit import Culprit, made, module_of, whole
 from disthooks.report.log import Run
-from disthooks.report.moved import BLOCK, Event, Scores, others_of, values_of
+from disthooks.report.moved import BLOCK, Event, Scores, others_of, times, values_of
 
 _GAP = 3  # records without an event that end an episode
 # The gradients that moved with one that jumped: how many decades, how many of those of the one, and usual deviations.
@@ -30,6 +30,7 @@ _ALSO = 0.3
 _ALSO_SHARE = 0.1
 _LARGEST = 1e38  # a factor between two numbers of float32; of one that was zero it is infinite
 _ALSO_DEVIATIONS = 4.0
+_STAYS = 4  # records after which a loss that jumped is no single batch
 _LEAD = 1.5  # how many times above the others' a rank's number must be
 _ALONE = 20.0  # how many times further a gradient jumped than all others, if it is one alone
 
@@ -56,7 +57,7 @@ def cause_of(run: Run, episode: Sequence[Event]) -> Culprit:
     if modules:
         found = _of_forward(run, modules, losses)
     if found is None and losses:
-        found = _of_batch(losses)
+        found = _of_batch(run, losses)
     if found is None and grads:
         found = _of_backward(run, at, grads)
     if found is None and len(updates) == 1:
@@ -75,7 +76,7 @@ def of_jump(run: Run, modules: Sequence[Event]) -> Culprit:
     name = run.names["module"][first.place]
     more = len({event.place for event in modules}) - 1
     tail = f", before those of {more} modules behind it" if more else ""
-    what = f"the output of {name} jumped to {times(first.factor)} its usual {_quantity(first)}{tail}"
+    what = f"the output of {name} jumped to {first.jumped_to}{tail}"
     return made("forward", (first.first, first.step), name, rank_of(run, first), what)
 
 
@@ -94,13 +95,18 @@ def _of_forward(run: Run, modules: Sequence[Event], losses: Sequence[Event]) -> 
     return of_jump(run, modules)
 
 
-def _of_batch(losses: Sequence[Event]) -> Culprit:
-    event = losses[0]
-    rank = event.rank if event.signal.rank else None
+def _of_batch(run: Run, losses: Sequence[Event]) -> Culprit:
+    event, steps = losses[0], (losses[0].first, losses[0].step)
+    rank = event.rank if event.signal.rank and math.isnan(event.most) else None
     than = "on the other ranks" if rank is not None else "usually"
-    what = f"the loss was {event.value:.4g}, {event.usual:.4g} {than}, and no layer's output jumped before it: "
-    cause = "the batch of this rank is bad" if rank is not None else "the batch is bad, or the weights are"
-    return made("batch", (event.first, event.step), "", rank, f"{what}{cause}")
+    what = f"the loss was {event.value:.4g}, {event.usual:.4g} {than}"
+    after = [loss for loss in run.column("loss")[event.at + 1 :] if loss is not None][:_STAYS]
+    if rank is None and len(after) == _STAYS and min(after) > (event.value + event.usual) / 2:
+        return made("noted", steps, "", None, f"{what}, and stayed there")  # what is summed up may be another thing
+    if run.names["module"]:
+        cause = "the batch of this rank is bad" if rank is not None else "the batch is bad, or the weights are"
+        what = f"{what}, and no layer's output jumped before it: {cause}"
+    return made("batch", steps, "", rank, what)
 
 
 def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
@@ -128,23 +134,20 @@ def _of_backward(run: Run, at: int, grads: Sequence[Event]) -> Culprit:
     ranks = values_of(run, "param", f"{name}/argmax_rank")
     rank = whole(ranks, at, worst.place) if ranks is not None and _leads(run, at, name, worst.place) else None
     if is_one:
-        what = f"the gradient of {names[place]} jumped to {times(worst.factor)} its usual size, and no other did so"
+        what = f"the gradient of {names[place]} jumped to {worst.jumped_to}, and no other did so"
         return made("gradient", steps, names[place], rank, what)
     rest = order[order.index(last) + 1 :]
     behind = module_of(names[rest[0]]) if rest else ""
     where = behind or module_of(names[last])
     tail = f", and not those behind it: the backward of {where} went wrong" if behind else ""
-    what = (
-        f"the gradients of {len(places)} parameters up to {names[last]} jumped, the most to {times(worst.factor)} its "
-        f"usual size{tail}"
-    )
+    what = f"the gradients of {len(places)} parameters up to {names[last]} jumped, the most to {worst.jumped_to}{tail}"
     return made("backward" if behind else "gradient", steps, where, rank, what)
 
 
 def _of_update(run: Run, event: Event) -> Culprit:
     name = run.names["param"][event.place]
     measured = "" if event.rank is None else f", measured on rank {event.rank},"  # one copy is measured of several
-    what = f"the update of {name}{measured} jumped to {times(event.factor)} its usual size, and its gradient did not"
+    what = f"the update of {name}{measured} jumped to {event.jumped_to}, and its gradient did not"
     return made("update", (event.first, event.step), name, None, f"{what}: the optimizer's state is wrong")
 
 
@@ -184,16 +187,11 @@ def said(run: Run, event: Event, names_rank: bool = True) -> str:
     name = event.signal.name.removesuffix("/max_rank").removesuffix("/peak")
     of = _name(run, event)
     where = f" of {of}" if of else ""
-    return f"{name}{where} was {event.value:.4g}{on}, {times(event.factor)} its usual {event.usual:.4g}"
+    usual = (
+        f"{times(event.factor)} its usual {event.usual:.4g}" if event.has_ratio else f"at most {event.most:.4g} before"
+    )
+    return f"{name}{where} was {event.value:.4g}{on}, {usual}"
 
 
 def _name(run: Run, event: Event) -> str:
     return run.names[event.signal.of][event.place] if event.signal.of else ""
-
-
-def _quantity(event: Event) -> str:
-    return "largest magnitude" if event.signal.name.startswith("activation_max") else "root mean square"
-
-
-def times(factor: float) -> str:
-    return f"{factor:.0e} times" if factor >= 1e7 else f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"

@@ -18,15 +18,15 @@ import torch
 
 from disthooks.grads.stats.base import PHASES
 from disthooks.report.culprit import Culprit, made, module_of, whole
-from disthooks.report.episodes import of_jump, times
+from disthooks.report.episodes import of_jump
 from disthooks.report.log import Run
-from disthooks.report.moved import Event, begun, events, others_of, stops, values_of
+from disthooks.report.moved import Event, begun, events, others_of, stops, times, values_of
 from disthooks.report.record import Record
 from disthooks.report.sentences import nonfinite_entry, nonfinite_words, seconds
 
 #: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
 _SLOW = ((1.0, 5), (0.3, 20))
-_BEGUN = 12  # records after which a learning rate is no longer warmed up from zero
+_BEGUN = 3  # records before a learning rate is looked at
 _RATE = 1.3
 #: For a slow rank, by the phase.
 _ADVICE = {
@@ -49,6 +49,9 @@ def known(run: Run) -> list[Culprit]:
 def _nonfinite(run: Run) -> Iterator[Culprit]:
     """The first step of each row of steps that were not finite, at most three; the same of the loss alone."""
     outputs = values_of(run, "module", "activation_nonfinite")
+    if outputs is not None:
+        outputs, noted = _faulty(run, outputs)
+        yield from noted
     was_bad = was_lost = False
     found = lost = 0
     for at, record in enumerate(run.records):
@@ -65,6 +68,24 @@ def _nonfinite(run: Run) -> Iterator[Culprit]:
             lost += 1
             yield _of_loss(run, at, record, math.nan if loss is None else loss)
         was_bad, was_lost = is_bad, is_lost
+
+
+def _faulty(run: Run, outputs: torch.Tensor) -> tuple[torch.Tensor, list[Culprit]]:
+    """The counts of elements that are not finite without those that are no fault, and what is noted of the latter.
+
+    A module may return -inf as a mask, and has done so since its first record; or all gradients are finite beside it.
+    """
+    known = ~outputs.isnan()
+    first = outputs.gather(0, known.int().argmax(0)[None])[0] > 0
+    harmless = [record.nonfinite == 0 and math.isfinite(record.loss or 0.0) for record in run.records]
+    noted = (outputs > 0) & (first | torch.tensor(harmless)[:, None])
+    told = []
+    for place in [place for place in run.order["module"] if noted[:, place].any()][:_ROWS]:
+        name, at = run.names["module"][place], int(noted[:, place].int().argmax())
+        count = f"{float(outputs[at, place]):,.0f} elements of the output of {name} are infinite or NaN"
+        since = ", as in a mask" if first[place] else ", and the gradients are finite"
+        told.append(made("noted", (run.steps[at],) * 2, name, None, f"{count}{since}"))
+    return outputs.masked_fill(noted, 0.0), told
 
 
 def _of_loss(run: Run, at: int, record: Record, loss: float) -> Culprit:
@@ -182,8 +203,10 @@ def _dead(run: Run) -> Iterator[Culprit]:
         what = f"all outputs of {name} became zero, and stay so: the layer is dead"
         yield made("dead", (first, run.steps[at]), name, None, what)
         return
-    norms = values_of(run, "param", "grad_norm")
+    norms, updates = values_of(run, "param", "grad_norm"), values_of(run, "param", "update_ratio")
     if norms is not None:
+        if updates is not None:  # a parameter that has no update does not train
+            norms = norms.masked_fill((norms == 0) & (updates == 0), math.nan)
         for at, place in stops(norms)[:1]:
             name = run.names["param"][place]
             steps = (begun(run, norms, at), run.steps[at])
@@ -198,9 +221,11 @@ def _rates(run: Run) -> Iterator[Culprit]:
     if updates is None:
         return
     for at in range(_BEGUN, len(rates)):
-        now, before = rates[at], rates[at - 1]
-        if not now or not before or not 0 < _RATE * before <= now:
-            continue
+        now, before, earlier = rates[at], rates[at - 1], rates[at - 2]
+        if not now or not before or not earlier or now < _RATE * max(before, before * before / earlier):
+            continue  # a rate that is warmed up grows by less and less
+        if now < _RATE * max(rate or 0.0 for rate in rates[:at]):
+            continue  # a schedule that begins again
         grown = float((updates[at] / updates[at - 1]).nanmedian())
         if grown > (now / before) ** 0.5:
             what = (

@@ -2,9 +2,10 @@
 
 # [Note: what stands out]
 # The first sentences say what went wrong, by the timeline (timeline.py). A norm stands out too if it is ten times the
-# median, and a rank if its norm is ten times that of the others in one step, or twice in half of the steps: batches of
-# a healthy run differ by less. What the log has no numbers of is named, so that nobody takes "nothing stands out" for
-# more than it is.
+# median, in a log of few records a hundred times, and twice as many decades above it as all others. A rank does if its
+# norm is ten times that of the others and of most steps in one step, or twice that of the others in more steps than by
+# chance: batches of a healthy run differ by less. What the log has no numbers of is named, so that nobody takes
+# "nothing stands out" for more than it is.
 
 from __future__ import annotations
 
@@ -109,7 +110,10 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
 
 
 def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
-    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms."""
+    """The largest finite norm of a run, its step, the rank that led if it is known, and the median of logged norms.
+
+    "next" is the largest norm of the other steps.
+    """
     norms, found = [], []
     for record in run.records[begin:]:
         peak, norm = record.grad_norm_peak, record.grad_norm
@@ -121,7 +125,8 @@ def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:
     if not norms:
         return None
     largest, step, rank = max(found, key=lambda each: each[0])
-    return {"norm": largest, "step": step, "rank": rank, "median": statistics.median(norms)}
+    following = max((norm for norm, of, _ in found if of != step), default=0.0)
+    return {"norm": largest, "step": step, "rank": rank, "median": statistics.median(norms), "next": following}
 
 
 def spike_said(run: Run, step: int) -> str:
@@ -133,7 +138,10 @@ def spike_said(run: Run, step: int) -> str:
 def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
     # The first norms of a new model are large, and fall fast.
     peak = peak_of(run, _FIRST if len(run.records) > 2 * _FIRST else 0)
-    if peak and peak["norm"] > _MUCH * peak["median"] and peak["step"] not in named:
+    if not peak or not peak["median"] or peak["step"] in named:
+        return
+    times, following = peak["norm"] / peak["median"], max(peak["next"] / peak["median"], 1.0)
+    if times > max(_MUCH if len(run.records) > _FIRST else _MUCH**2, following**2):
         led = f", and rank {peak['rank']} had the largest norm" if peak["rank"] is not None else ""
         yield (
             f"Step {peak['step']}: the gradient norm was {figure('', peak['norm'])}, "
@@ -158,16 +166,20 @@ def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
     for record in run.records:
         rank = value_of(record, "grad_norm/argmax_rank")
         most, mean = record.grad_norm_max_rank, record.grad_norm_mean_rank
-        if rank is None or most is None or mean is None:
+        if rank is None or not most or mean is None:
             continue
         ranks = run.ranks or 2
         others = max((mean * ranks - most) / max(ranks - 1, 1), 0.0)
-        leads[rank].append((most / others if others else math.inf, most, others, record.step))
+        if others:
+            leads[rank].append((most / others, most, others, record.step))
     many = sum(map(len, leads.values()))
+    norms = sorted(most for found in leads.values() for _, most, *_ in found)
+    largest = norms[int(0.9 * many)] if norms else 0.0
     for rank, found in leads.items():
         lead, most, others, step = max(found)
         usual = statistics.median(each[0] for each in found)
-        if (lead > _MUCH and step not in named) or (usual > 2 and 2 * len(found) > many):
+        is_far = lead > _MUCH and most > _MUCH * largest and step not in named
+        if is_far or (usual > 2 and len(found) > max(many / 2, many / (run.ranks or 2) + 3 * many**0.5)):
             yield (
                 f"Rank {rank} had the largest gradient norm in {len(found)} of {many} logged steps. Its lead is the "
                 f"largest at step {step}: {figure('', most)}, and {figure('', others)} on the other ranks on average."

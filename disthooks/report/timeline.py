@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from disthooks.report.culprit import Culprit, Timeline, module_of, whole
-from disthooks.report.episodes import cause_of, episodes, rank_of, times
+from disthooks.report.episodes import cause_of, episodes, rank_of
 from disthooks.report.known import known
 from disthooks.report.log import Run
 from disthooks.report.moved import Event, events, values_of
@@ -108,7 +108,7 @@ def _placed(run: Run, culprit: Culprit) -> Culprit:
     kind = "output" if jump.signal.of == "module" else "update"
     name = run.names[jump.signal.of][jump.place]
     found = f"the comparison after step {culprit.step}" if jump.step < culprit.step else "the comparison after it"
-    what = f"the {kind} of {name} jumped to {times(jump.factor)} its usual size, and {found} showed that {culprit.what}"
+    what = f"the {kind} of {name} jumped to {jump.jumped_to}, and {found} showed that {culprit.what}"
     rank = rank_of(run, jump) if culprit.rank is None else culprit.rank
     return replace(culprit, first=jump.first, step=jump.step, rank=rank, what=what)
 

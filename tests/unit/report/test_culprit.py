@@ -195,8 +195,8 @@ def test_a_nan_after_copies_began_to_differ_came_of_that(tmp_path: pathlib.Path)
     (found,) = found_in(tmp_path, lines)
     assert (found.kind, found.first, found.step, found.rank) == ("replicas", 34, 34, 1)
     assert found.text == (
-        "Step 34 on rank 1: the output of blocks.0.d jumped to 100 times its usual size, and the comparison after step "
-        "39 showed that blocks.0.d.weight differs from the copies on other ranks."
+        "Step 34 on rank 1: the output of blocks.0.d jumped to 100 times its usual largest magnitude, and the "
+        "comparison after step 39 showed that blocks.0.d.weight differs from the copies on other ranks."
     )
     assert [text.partition(": ")[0] for text in found.evidence[1:]] == ["Then", "Then"]
 
@@ -255,3 +255,73 @@ def test_a_rank_that_led_by_less_before_it_was_slow_gives_a_range(tmp_path: path
     records[9] |= {"input_seconds": 0.0105, "input_seconds/max_rank": 0.011}
     (found,) = found_in(tmp_path, records)
     assert (found.first, found.step) == (10, 10)
+
+
+# -- healthy logs: see benchmarks/healthy.py for trainings
+
+
+def numbers(name: str, values: list[float], **more: Any) -> list[dict[str, Any]]:
+    return [{"step": step, name: value, **more} for step, value in enumerate(values)]
+
+
+def test_a_loss_of_both_signs_has_no_ratio_and_still_jumps(tmp_path: pathlib.Path) -> None:
+    losses = [0.3 * math.sin(7.0 * step) for step in range(80)]
+    assert found_in(tmp_path, numbers("loss", losses)) == []
+    losses[70] = 9.0
+    (found,) = found_in(tmp_path, numbers("loss", losses))
+    assert (found.kind, found.step, found.strength) == ("batch", 70, "unusual")
+    assert "times" not in found.text
+    assert "the batch is bad" not in found.text, "outputs are not in the log, so the cause is not known"
+
+
+def test_numbers_that_are_zero_at_times_are_compared_with_those_that_are_not(tmp_path: pathlib.Path) -> None:
+    losses = [float(step % 3 == 0) * (1 + 0.1 * math.sin(step)) for step in range(100)]
+    assert found_in(tmp_path, numbers("loss", losses)) == []
+    losses[90] = 50.0
+    (found,) = found_in(tmp_path, numbers("loss", losses))
+    assert (found.step, found.evidence[0]) == (90, "loss was 50, at most 1.1 before")
+
+
+def test_a_loss_that_rises_and_stays_is_noted(tmp_path: pathlib.Path) -> None:
+    losses = [1 + 0.05 * math.sin(5.0 * step) + 3 * (step >= 60) for step in range(100)]
+    (found,) = found_in(tmp_path, numbers("loss", losses))
+    assert (found.kind, found.step, found.strength) == ("noted", 60, "noted")
+
+
+@pytest.mark.parametrize(("before", "after"), [(15, 40), (40, 1)])
+def test_a_gradient_is_dead_only_after_enough_records(before: int, after: int, tmp_path: pathlib.Path) -> None:
+    records = numbers("grad_norm/param/a.weight", [1.0] * before + [0.0] * after)
+    assert found_in(tmp_path, records) == []
+    assert [each.kind for each in found_in(tmp_path, numbers("grad_norm/param/a.weight", [1.0] * 40 + [0.0] * 40))]
+
+
+def test_a_frozen_parameter_is_not_dead(tmp_path: pathlib.Path) -> None:
+    records = numbers("grad_norm/param/a.weight", [1.0] * 50 + [0.0] * 50)
+    for record in records:
+        record["update_ratio/param/a.weight"] = 1e-3 * float(record["step"] < 50)
+    assert found_in(tmp_path, records) == []
+
+
+def test_a_mask_of_infinity_is_noted_and_hides_no_nan(tmp_path: pathlib.Path) -> None:
+    modules = {f"activation_nonfinite/module/{name}": 0.0 for name in ("mask", "out")}
+    records = numbers("loss", [1.0] * 80, nonfinite=0, **modules)
+    for record in records:
+        record["activation_nonfinite/module/mask"] = 15.0
+    (noted,) = timeline(run_of(tmp_path, records)).culprits
+    assert (noted.kind, noted.where, noted.strength) == ("noted", "mask", "noted")
+    records[60] |= {"activation_nonfinite/module/out": 4.0, "nonfinite": 7}
+    found = [each for each in timeline(run_of(tmp_path, records)).culprits if each.strength == "certain"]
+    assert [(each.kind, each.step, each.where) for each in found] == [("nonfinite", 60, "out")]
+
+
+def test_a_rate_that_jumps_is_named_in_a_log_of_few_records(tmp_path: pathlib.Path) -> None:
+    """Every 7 steps; a schedule that begins again, and a warm-up, are nothing."""
+    rates = {
+        "jump": [1e-3] * 10 + [0.1] * 6,
+        "restart": [1e-3, 5e-4, 1e-4] * 5,
+        "warm-up": [1e-4 * i for i in range(15)],
+    }
+    for name, column in rates.items():
+        records = [{"step": 7 * at, "lr": rate, "update_ratio/param/a": rate} for at, rate in enumerate(column)]
+        found = [(each.kind, each.step) for each in timeline(run_of(tmp_path, records)).culprits]
+        assert found == ([("learning rate", 70)] if name == "jump" else []), name

@@ -123,20 +123,26 @@ def test_a_log_that_grows_is_read_on_from_where_it_was(tmp_path: pathlib.Path, m
 def test_a_number_is_compared_with_those_of_the_64_steps_before_it() -> None:
     """The definition, written out for each number alone, against what computes blocks of steps when it needs them."""
     chance = torch.Generator().manual_seed(0)
-    logs = torch.randn(150, 5, generator=chance, dtype=torch.float64) * 0.2
+    logs = torch.randn(150, 5, generator=chance, dtype=torch.float64) * 0.1
     logs[90:, 2] += 1.0
     logs[torch.rand(150, 5, generator=chance) < 0.02] += 2.0
     logs[torch.rand(150, 5, generator=chance) < 0.1] = math.nan
-    wanted = []
+    wanted, z = [], statistics.NormalDist().inv_cdf(1 - 1e-5)
     for step in range(12, 150):
         begin = step - step % 4
         for place in range(5):
             before = [float(x) for x in logs[max(0, begin - 64) : begin, place] if x == x]
+            places = range(max(12, begin - 64), begin)
+            unmoved = [float(logs[at, place]) for at in places if (at, place) not in {each[:2] for each in wanted}]
             usual = statistics.median_low(before)
+            free = max(3.0, 0.37 * len(before))  # Student's t with so many degrees of freedom, approximately
+            chance_of = math.sqrt(free * math.expm1((free - 1.5) / (free - 1) ** 2 * z * z))
             spread = 1.4826 * statistics.median_low([abs(x - usual) for x in before])
             above = float(logs[step, place]) - usual
-            if len(before) >= 12 and above > 0.7 and above / max(spread, 0.02) > 3.0:
+            far = max([each - usual for each in unmoved if each == each], default=-math.inf)
+            is_far = above > 0.7 and above / max(spread, 0.02) > max(3.0, chance_of) and above > 2 * far
+            if len(before) >= 12 and is_far:
                 wanted.append((step, place, pytest.approx(10**usual)))
     found = list(Scores(10**logs).jumps(0.7, 3.0))
-    assert sorted(found) == wanted
+    assert sorted(each[:3] for each in found) == wanted
     assert len(found) > 10
