@@ -711,5 +711,8 @@ def test_the_page_draws_by_layer_what_moved_and_what_is_computed_again(
     (found,) = (curve for curve in shown["curves"] if curve["title"].startswith("What fit has found"))
     assert found["unit"] == "bytes"
     assert [line["values"][-1] for line in found["lines"]] == pytest.approx(
-        [fitted.peak, fitted.limit, fitted.missing, fitted.again], rel=1e-4
+        [fitted.limit, fitted.missing, fitted.again], rel=1e-4
     )
+    (kept,) = (curve for curve in shown["curves"] if curve["title"].startswith("Peak and its budget"))
+    peaks, budgets = (line["values"] for line in kept["lines"])
+    assert max(peaks) <= max(budgets) == pytest.approx(budget, rel=1e-4)
