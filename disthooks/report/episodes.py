@@ -75,7 +75,7 @@ def of_jump(run: Run, modules: Sequence[Event]) -> Culprit:
     first = modules[0]
     name = run.names["module"][first.place]
     more = len({event.place for event in modules}) - 1
-    tail = f", before those of {more} modules behind it" if more else ""
+    tail = f", before those of {more} module{'s' * (more > 1)} behind it" if more else ""
     what = f"the output of {name} jumped to {first.jumped_to}{tail}"
     return made("forward", (first.first, first.step), name, rank_of(run, first), what)
 

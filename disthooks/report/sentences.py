@@ -39,7 +39,9 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     spikes = [record.step for record in run.records if record.spike]
     wrong = [culprit.text for culprit in culprits[:_FEW]]
     if len(culprits) > _FEW:
-        wrong.append(f"{len(culprits) - _FEW} more things stand out; the last is at step {culprits[-1].step}.")
+        more = len(culprits) - _FEW
+        things = f"{more} more things stand out; the last" if more > 1 else "1 more thing stands out: it"
+        wrong.append(f"{things} is at step {culprits[-1].step}.")
     wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
     if not wrong:
         wrong = [nothing_said(run, found)]
@@ -100,7 +102,11 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
     found = nonfinite_entries(run)
     first = [each for each in found if "since" not in each]
     if len(first) > _FEW:
-        yield f"{len(first) - _FEW} more such steps began a row of their own; the last of them is {first[-1]['step']}."
+        more = len(first) - _FEW
+        rows = (
+            f"{more} more rows of such steps followed; the last begins at" if more > 1 else "1 more such row begins at"
+        )
+        yield f"{rows} step {first[-1]['step']}."
     totals = [total for total in run.column("nonfinite_steps") if total is not None]
     total = int(totals[-1]) if totals else len(found)
     if found and (total > 1 or len(found) > 1):
@@ -181,8 +187,8 @@ def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
         is_far = lead > _MUCH and most > _MUCH * largest and step not in named
         if is_far or (usual > 2 and len(found) > max(many / 2, many / (run.ranks or 2) + 3 * many**0.5)):
             yield (
-                f"Rank {rank} had the largest gradient norm in {len(found)} of {many} logged steps. Its lead is the "
-                f"largest at step {step}: {figure('', most)}, and {figure('', others)} on the other ranks on average."
+                f"Rank {rank} had the largest gradient norm in {len(found)} of {many} logged "
+                f"step{'s' * (many != 1)}. Its lead is the largest at step {step}: {figure('', most)}, and {figure('', others)} on the other ranks on average."
             )
 
 

@@ -7,7 +7,8 @@ The terminal, ``--json``, the page and ``disthooks watch`` say what is in this o
 # What is known for certain (known.py) and the jumps (episodes.py) are events with a range of steps in which they can
 # have begun. Of events that belong together the earliest is the cause, and the others are told as its consequences:
 #
-# - a jump that begins with something certain, or in the records after it, came of it. Copies that differ and other
+# - a jump that begins with something certain, or in the records after it, came of it, but if the step was skipped, only
+#   one in the same step. Copies that differ and other
 #   weights explain all jumps after them;
 # - numbers that become infinite or NaN, and layers that die, while a jump lasts came of the jump;
 # - if copies differ, one changed between two comparisons. An output of its module or an update of the parameter that
@@ -45,7 +46,7 @@ def timeline(run: Run) -> Timeline:
     found = [_placed(run, culprit) if culprit.kind == "replicas" else culprit for culprit in known(run)]
     place = functools.partial(bisect.bisect_left, run.steps)  # of the first record from a step on
     for episode in episodes(events(run)):
-        if any(_explains(culprit, place(culprit.step), episode) for culprit in found):
+        if any(_explains(run, culprit, place(culprit.step), episode) for culprit in found):
             continue
         cause = cause_of(run, episode)
         for culprit in [each for each in found if _comes_of(each, place(each.step), episode)]:
@@ -73,14 +74,15 @@ def _with_consequences(found: Sequence[Culprit], place: Callable[[int], int]) ->
             yield replace(culprit, evidence=[*culprit.evidence, *then])
 
 
-def _explains(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
+def _explains(run: Run, culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
     """Whether what is known for certain, of record ``at``, explains the jumps of an episode."""
     begin = episode[0]
     if culprit.kind in ("replicas", "weights"):
         return culprit.step <= begin.step
     if culprit.kind == "forward":
         return at == begin.at  # an output that overflowed is the jump itself
-    return culprit.kind in _CERTAIN and at <= begin.at <= at + _AFTERWARDS
+    after = 0 if run.records[min(at, len(run.records) - 1)].skipped else _AFTERWARDS  # a skipped step changes nothing
+    return culprit.kind in _CERTAIN and at <= begin.at <= at + after
 
 
 def _comes_of(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
@@ -116,7 +118,7 @@ def _placed(run: Run, culprit: Culprit) -> Culprit:
 def _is_of(run: Run, event: Event, culprit: Culprit) -> bool:
     """Whether a jump came with the change of a copy: of its module's output or one behind, or of its update."""
     is_other = event.rank is not None and culprit.rank not in (None, event.rank)
-    if is_other or not culprit.first <= event.step <= culprit.step:
+    if not event.signal.of or is_other or not culprit.first <= event.step <= culprit.step:
         return False
     # What a batch or a learning rate did moves other modules before this one, and other updates.
     same = [each for each in events(run) if each.at == event.at and each.signal.of == event.signal.of]

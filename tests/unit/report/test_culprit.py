@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import disthooks as dh
-from disthooks.report.culprit import Culprit
+from disthooks.report.culprit import Culprit, Timeline
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
 from disthooks.report.timeline import timeline
@@ -325,3 +325,34 @@ def test_a_rate_that_jumps_is_named_in_a_log_of_few_records(tmp_path: pathlib.Pa
         records = [{"step": 7 * at, "lr": rate, "update_ratio/param/a": rate} for at, rate in enumerate(column)]
         found = [(each.kind, each.step) for each in timeline(run_of(tmp_path, records)).culprits]
         assert found == ([("learning rate", 70)] if name == "jump" else []), name
+
+
+def test_a_nan_that_was_skipped_hides_no_batch_after_it(tmp_path: pathlib.Path) -> None:
+    """A skipped step changed nothing; one that was made explains what follows."""
+    losses = [1 + 0.05 * math.sin(5.0 * step) for step in range(100)]
+    losses[70] = 40.0
+    for skipped, steps in ((1.0, [50, 70]), (0.0, [50])):
+        records = numbers("loss", losses, nonfinite=0, skipped=0.0)
+        records[50] |= {"nonfinite": 3, "skipped": skipped}
+        assert [each.step for each in timeline(run_of(tmp_path, records)).culprits] == steps
+
+
+def test_copies_that_differ_where_no_single_parameter_is_logged(tmp_path: pathlib.Path) -> None:
+    """The norm jumps between two comparisons; it has no name."""
+    records = numbers("grad_norm", [1.0] * 60)
+    records[45]["grad_norm"] = 1e4
+    for step, differ in ((9, 0), (39, 0), (49, 1)):
+        names = {"replicas/names": ["a.weight"], "replicas/ranks": [1]} if differ else {}
+        records[step] |= {"replicas/differ": differ, "replicas/compared": 6, "replicas/steps": step + 1} | names
+    assert "replicas" in [each.kind for each in timeline(run_of(tmp_path, records)).culprits]
+
+
+def test_one_thing_more_is_one_thing(tmp_path: pathlib.Path) -> None:
+    losses = [math.nan if step in (10, 20, 30, 40) else 1.0 for step in range(50)]
+    records = [record | {"nonfinite": int(record["loss"] != record["loss"])} for record in numbers("loss", losses)]
+    said = said_of(tmp_path, records)
+    assert "1 more such row begins at step 40." in said
+    many = [culprit for culprit in timeline(run_of(tmp_path, records)).culprits for _ in range(2)][:4]
+    assert "1 more thing stands out: it is at step" in " ".join(
+        verdict(run_of(tmp_path, records), Timeline(many, [], []))
+    )
