@@ -188,7 +188,8 @@ def _rank_said(run: Run, named: set[int]) -> Iterator[str]:
         if is_far or (usual > 2 and len(found) > max(many / 2, many / (run.ranks or 2) + 3 * many**0.5)):
             yield (
                 f"Rank {rank} had the largest gradient norm in {len(found)} of {many} logged "
-                f"step{'s' * (many != 1)}. Its lead is the largest at step {step}: {figure('', most)}, and {figure('', others)} on the other ranks on average."
+                f"step{'s' * (many != 1)}. Its lead is the largest at step {step}: {figure('', most)}, and "
+                f"{figure('', others)} on the other ranks on average."
             )
 
 
