@@ -102,14 +102,12 @@ ADVICE = {
     "nonfinite": "Look at the data of this step and at the module's inputs.",
     "loss": "Look at the batch of this step, and at what the loss divides by or takes the logarithm of.",
     "replicas": "Restart from the last checkpoint. If the same rank is named again, test the memory of its device.",
-    "weights": "Give all ranks the same seed before the model is built, or load the same checkpoint on all of them.",
-    "batch": "Look at the batch that this rank had in this step.",
-    "forward": "Run the step again from a checkpoint. If the jump comes again, look at the batch and at this module; "
-    "if not, the rank's device computed wrong once: test it.",
-    "backward": "Run the step again from a checkpoint. If the jump comes again, look at this module's backward; if "
-    "not, the rank's device computed wrong once: test it.",
-    "gradient": "Run the step again from a checkpoint. If the jump does not come again, the rank's device or its "
-    "memory went wrong once: test it.",
+    "weights": "Look whether all ranks have the same seed or checkpoint, the same learning rate, and gradients that no "
+    "rank changes by itself.",
+    "batch": "Look at the batch of this step.",
+    "forward": "Run the step again from a checkpoint. If the jump comes again, look at the batch and at this module.",
+    "backward": "Run the step again from a checkpoint. If the jump comes again, look at this module's backward.",
+    "gradient": "Run the step again from a checkpoint. If the jump comes again, look at what computes this gradient.",
     "update": "The gradient was as usual, so the optimizer's state of this parameter is wrong: restart from the last "
     "checkpoint, and test the memory of the device if it comes again.",
     "learning rate": "Look at the schedule, or at the checkpoint that the optimizer was restored from.",

@@ -187,9 +187,10 @@ def said(run: Run, event: Event, names_rank: bool = True) -> str:
     name = event.signal.name.removesuffix("/max_rank").removesuffix("/peak")
     of = _name(run, event)
     where = f" of {of}" if of else ""
-    usual = (
-        f"{times(event.factor)} its usual {event.usual:.4g}" if event.has_ratio else f"at most {event.most:.4g} before"
-    )
+    whose = "that of the other ranks," if math.isnan(event.most) else "its usual"
+    usual = f"{times(event.factor)} {whose} {event.usual:.4g}"
+    if not event.has_ratio and not math.isnan(event.most):
+        usual = f"at most {event.most:.4g} before"
     return f"{name}{where} was {event.value:.4g}{on}, {usual}"
 
 

@@ -175,9 +175,8 @@ def _replicas(run: Run) -> Iterator[Culprit]:
     count = f"{record.replicas_differ:.0f} of {record.replicas_compared or 0:.0f} tensors"
     evidence = [f"The ranks no longer have the same model, found after {after} steps: {count} differ{said}."]
     if not place and len({name.partition(": ")[0] for name in names}) > 1:
-        what = f"{count} differ at the first comparison, after {after} step{'s' if after > 1 else ''}: other weights"
-        # Of two ranks it is said to be the one that is not the first: the first one writes checkpoints.
-        yield made("weights", steps, "", ranks[1] if len(ranks) == 2 else rank, what, evidence)
+        what = f"{count} differ at the first comparison, after {after} step{'s' if after > 1 else ''}"
+        yield made("weights", steps, "", rank, f"{what}: other weights from the beginning, or other updates", evidence)
         return
     where, _, state = names[0].partition(": ") if names else ("", "", "")
     state = f", the optimizer's {state}," if state else ""

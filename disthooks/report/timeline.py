@@ -13,12 +13,14 @@ The terminal, ``--json``, the page and ``disthooks watch`` say what is in this o
 # - numbers that become infinite or NaN, and layers that die, while a jump lasts came of the jump;
 # - if copies differ, one changed between two comparisons. An output of its module or an update of the parameter that
 #   jumped between them tells in which step, and on which of two ranks;
+# - three jumps on one rank are one thing, with the steps;
 # - a slow rank and a learning rate are things by themselves.
 
 from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -32,6 +34,9 @@ from disthooks.report.unseen import looked_at, unseen
 
 _CERTAIN = ("nonfinite", "loss", "replicas", "weights", "dead", "learning rate")
 _CONSEQUENCES = ("nonfinite", "loss", "dead")
+_DEVICE = ("forward", "backward", "gradient")
+_JUMPS = (*_DEVICE, "batch", "jump")
+_SEVERAL, _NAMED = 3, 5  # jumps of one rank that are one thing; steps that are named of it
 _AFTERWARDS = 32  # for how many records what is certain explains jumps that follow
 # A rule that would have helped; it is named if the run has no such rule.
 _RULE = {
@@ -53,9 +58,10 @@ def timeline(run: Run) -> Timeline:
             found.remove(culprit)
             cause = replace(cause, evidence=[*cause.evidence, f"Then: {culprit.text}"])
         found.append(cause)
-    found = list(_with_consequences(found, place))
+    found = list(_once(run, sorted(_with_consequences(found, place), key=lambda culprit: culprit.step)))
     has = str(run.about.get("rules"))
-    found = [_finished(run, culprit, has) for culprit in found]
+    may_test = not any(culprit.kind in ("replicas", "weights") for culprit in found)
+    found = [_finished(run, culprit, has, may_test) for culprit in found]
     return Timeline(sorted(found, key=lambda culprit: culprit.step), list(looked_at(run)), list(unseen(run)))
 
 
@@ -90,8 +96,48 @@ def _comes_of(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
     return culprit.kind in _CONSEQUENCES and episode[0].at < at <= episode[-1].at + 1
 
 
-def _finished(run: Run, culprit: Culprit, rules: str) -> Culprit:
-    """The culprit with what rules did about it, and with the rule that would have helped."""
+def _once(run: Run, found: Sequence[Culprit]) -> Iterator[Culprit]:
+    """The culprits, where three jumps or more on one rank are one, with their pattern."""
+    jumps = [culprit for culprit in found if culprit.kind in _JUMPS and culprit.rank is not None]
+    several = {jump.rank: [each for each in jumps if each.rank == jump.rank] for jump in jumps}
+    several = {rank: group for rank, group in several.items() if len(group) >= _SEVERAL}
+    entrance = [run.names["module"][place] for place in run.order["module"][:1]]
+    for culprit in found:
+        group = several.get(culprit.rank, []) if culprit in jumps else []
+        if not group:
+            yield culprit
+        elif culprit is group[0]:
+            steps = [each.step for each in group]
+            gaps = {later - earlier for earlier, later in itertools.pairwise(steps)}
+            is_input = all(each.kind == "batch" or each.where in entrance for each in group)
+            named = ", ".join(map(str, steps[:_NAMED])) + (", ..." if len(steps) > _NAMED else "")
+            pattern = f", every {gaps.pop()} steps" if len(gaps) == 1 else ""
+            always = f", always on rank {culprit.rank}" if len(group) == len(jumps) else f", on rank {culprit.rank}"
+            first = culprit.what
+            if is_input:
+                first = "already in the first module: its input was bad" if culprit.where else "its batch was bad"
+            yield replace(
+                culprit,
+                kind="batch" if is_input else culprit.kind,
+                where="" if is_input else culprit.where,
+                what=f"{len(group)} times{pattern}{always}, {first}",
+                evidence=[each.text for each in group],
+                advice=f"Look at the data of rank {culprit.rank} in steps {named}.",
+            )
+
+
+def _finished(run: Run, culprit: Culprit, rules: str, may_test: bool) -> Culprit:
+    """The culprit with what rules did about it, and with the rule that would have helped.
+
+    A device is suspected only if one rank had a jump once, and no copies differ.
+    """
+    if (
+        may_test
+        and culprit.rank is not None
+        and culprit.kind in _DEVICE
+        and "run the step again" in culprit.advice.lower()
+    ):
+        culprit = replace(culprit, advice=f"{culprit.advice} If not, test the device of rank {culprit.rank}.")
     if culprit.kind in _RULE and _RULE[culprit.kind][0] not in rules:
         culprit = replace(culprit, advice=f"{culprit.advice} {_RULE[culprit.kind][1]}")
     if "skipped" not in culprit.what:

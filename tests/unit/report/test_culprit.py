@@ -356,3 +356,31 @@ def test_one_thing_more_is_one_thing(tmp_path: pathlib.Path) -> None:
     assert "1 more thing stands out: it is at step" in " ".join(
         verdict(run_of(tmp_path, records), Timeline(many, [], []))
     )
+
+
+def test_batches_of_one_rank_that_are_bad_again_and_again_are_one_thing(tmp_path: pathlib.Path) -> None:
+    """Every tenth step: all outputs jump, beginning with those of the first module."""
+    lines = [json.loads(json.dumps(line)) for line in (lines_of(tmp_path) * 2)[:100]]
+    for step, line in enumerate(lines):
+        line["step"] = step
+        if step % 10 == 3 and step >= 43:
+            line["module"]["activation_max"] = [100 * each for each in line["module"]["activation_max"]]
+            line["module"]["activation_max/argmax_rank"] = [1] * len(line["module"]["activation_max"])
+    (found,) = found_in(tmp_path, lines)
+    assert (found.kind, found.step, found.rank) == ("batch", 43, 1)
+    assert found.text == (
+        "Step 43: 6 times, every 10 steps, always on rank 1, already in the first module: its input was bad."
+    )
+    assert found.advice.startswith("Look at the data of rank 1 in steps 43, 53, 63, 73, 83, ...")
+    (once,) = found_in(tmp_path, lines[:50])
+    assert "test the device of rank 1" in once.advice
+
+
+def test_other_weights_after_the_first_steps_have_several_causes(tmp_path: pathlib.Path) -> None:
+    """One rank edits its gradients, or has another learning rate: nothing tells which of two it is."""
+    more = {"replicas/differ": 4, "replicas/compared": 4, "replicas/steps": 1, "replicas/names": ["a", "b"]}
+    records = [{"step": step, "about": {"ranks": 2}} for step in range(3)]
+    records[0] |= more | {"replicas/ranks": [0, 1]}
+    (found,) = found_in(tmp_path, records)
+    assert (found.kind, found.rank) == ("weights", None)
+    assert "learning rate" in found.advice
