@@ -297,7 +297,7 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
     counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
     checks = StepChecks(engine, step, parameters, counts, has_rules=bool(plan.rules))
     is_first = engine.position == 0 and bool(config.stats or any(rule.logs() for rule in config.rules))
-    loop = LoopFacts(engine, step, shards, models[0], config.scaler, is_first)
+    loop = LoopFacts(engine, step, shards, models[0], config, is_first)
     records = StepRecords(plan, stats, engine.ranks, loop, config.recent)
     if config.recent and not records.sees_every_step:
         raise UsageError(

@@ -23,7 +23,6 @@ from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
 from disthooks.grads.buffers import BuffersBefore
 from disthooks.grads.gradients_report import GradientsReport, no_step_followed
-from disthooks.grads.loop import largest_settings
 from disthooks.grads.plan import BoundRule
 from disthooks.grads.records import ReadRecords, RecentStep, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
@@ -54,14 +53,12 @@ class BegunStep(NamedTuple):
         result: what was measured and decided; None if nothing was.
         is_logged: whether it is to be logged.
         is_measured: whether all statistics were measured.
-        settings: the settings of the optimizer, for statistics.
         states: copies of the states of rules from before.
     """
 
     result: StepResult | None = None
     is_logged: bool = False
     is_measured: bool = False
-    settings: Mapping[str, float] = {}
     states: Sequence[State] = ()
 
 
@@ -94,7 +91,6 @@ class Gradients(Attachment):
         self._records, self._writer = records, writer
         self._parts_of_loss: Callable[[], int] | None = None
         self._was_logged = True  # the step that was made last
-        self._settings: Mapping[str, float] = {}  # of the optimizer, in the step that was made last
         self._begun: BegunStep | None = None  # the step whose rules have been applied, and that is not made yet
         self._has_said_kept = False
         self._log_when: list[Callable[[int], bool]] = []
@@ -121,7 +117,7 @@ class Gradients(Attachment):
             self.on_remove(before_clipping(self._before_clipping).remove)
             if plan.after.logged.uses or runner.forward_hooks.has_times:
                 self.on_remove(engine.after_step(step, self._after_step).remove)
-            self.on_remove(self.flush)
+            self.on_remove(self.end_log)
             self.on_remove(self._warn_of_no_step)
             self.on_remove(functools.partial(setattr, self, "_heir", None))
             self.at_exit(self.remove)  # which flushes, then closes the sinks
@@ -228,9 +224,7 @@ class Gradients(Attachment):
         has_others = len(step.stepping) < len(step.optimizers)
         states = self._runner.copied_states() if step.is_early else ()
         result = self._runner.run(self.steps, is_measured, is_frequent, step.stepping, has_others)
-        names = {name for stat in self._config.stats for name in stat.settings} if is_measured else ()
-        settings = largest_settings(names, step.param_groups)
-        self._begun = BegunStep(result, is_logged, is_measured, settings, states)
+        self._begun = BegunStep(result, is_logged, is_measured, states)
         return result.skip()
 
     def _step_is_made(self) -> None:
@@ -245,7 +239,6 @@ class Gradients(Attachment):
         self._records.loop.take(self.steps)
         if result is not None:
             self._was_logged = begun.is_logged
-            self._settings = begun.settings
             self._records.watch(self.steps, result.merged, result.skip(), begun.is_measured)
             self._records.watch_events(self.steps, result.events)
             has_after = bool(self._runner.plan.after.logged.uses)
@@ -316,9 +309,9 @@ class Gradients(Attachment):
         """Start the record of a step that is logged, or keep its numbers. See [Note: recent steps] in records.py."""
         if is_logged:
             self._writer.take_also(step)
-            self._records.start(step, result.merged, result.log, self._settings)
+            self._records.start(step, result.merged, result.log)
         else:
-            self._records.keep(RecentStep(step, result.merged, result.log, self._settings))
+            self._records.keep(RecentStep(step, result.merged, result.log))
 
     def _begin_next_step(self) -> None:
         self.steps += 1
@@ -379,6 +372,11 @@ class Gradients(Attachment):
         """
         self._publish(self._records.read(wait=True), known)
 
+    def end_log(self) -> None:
+        """Flush, and write what is known of the steps since the last record; :meth:`remove` does it by itself."""
+        self.flush()
+        self._writer.write_rest(*self._records.rest(self.steps - 1))
+
     def _publish(self, reading: ReadRecords, known: Mapping[str, float] | None = None) -> None:
         """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
         self._note_nonfinite(reading)
@@ -419,7 +417,8 @@ class Gradients(Attachment):
             reading = self._records.read(wait=True)
             self._note_nonfinite(reading)
             unwritten = [each.fields | self._records.loop.of(each.fields["step"]) for each in reading.records]
-        heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, self._writer))
+        rest = self._records.rest(self.steps - 1)
+        heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, rest, self._writer))
 
     # The handle's description and state.
 

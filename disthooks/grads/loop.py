@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,38 +33,33 @@ _KEPT = 256  # steps, and as many as `recent` says
 _needs_gradient = operator.attrgetter("requires_grad")
 
 
-class _Taken(NamedTuple):
-    """What the loop set in one step: the entries of its record, and whether each parameter trains."""
-
-    entries: dict[str, Any]
-    trains: Sequence[bool]
-
-
 class LoopFacts:
-    """Notes what the loop sets, on the first rank. See [Note: what the loop set].
+    """Notes what the loop sets in each step. See [Note: what the loop set].
 
     Args:
         model: the model that the loop calls.
-        is_used: whether this rank makes records.
+        config: the arguments of ``gradients``.
+        is_written: whether this rank writes records.
     """
 
     def __init__(
-        self, engine: Engine, step: Step, shards: Sequence[Shard], model: nn.Module, scaler: Any, is_used: bool
+        self, engine: Engine, step: Step, shards: Sequence[Shard], model: nn.Module, config: Any, is_written: bool
     ) -> None:
-        self._engine, self._step, self._model, self._scaler = engine, step, model, scaler
+        self._engine, self._step, self._model, self._scaler = engine, step, model, config.scaler
         self._names, self._parameters = [shard.name for shard in shards], [shard.parameter for shard in shards]
-        self._is_used = is_used
-        self._taken: dict[int, _Taken] = {}
-        self._trains: Sequence[bool] = ()  # in the last step
-        self._told: dict[int, Sequence[bool]] = {}  # in the steps that have a record, in the order of their records
+        self._settings = sorted({name for stat in config.stats for name in stat.settings})
+        self._is_written, kept = is_written, _KEPT + config.recent
+        # Of the last steps: the number, the largest settings, the entries of the record, which parameters train.
+        self._taken = deque[tuple[int, dict[str, float], dict[str, Any], list[bool]]](maxlen=kept)
+        self._told = deque[tuple[int, list[bool]]](maxlen=kept)  # of the records that were written
+        self._trains: list[bool] = []  # in the last step
         self._last: float | None = None  # when the last step was made
-        self.kept = _KEPT
         self._forwards = self._inputs = 0
         self._is_training: bool | None = None
 
     def attach(self) -> list[Removable]:
         hook = UncopiedHook(weak_method(self._before_forward))
-        return [self._model.register_forward_pre_hook(hook, with_kwargs=True)] if self._is_used else []
+        return [self._model.register_forward_pre_hook(hook, with_kwargs=True)] if self._is_written else []
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and not in_backward() and not getattr(module, "_is_replica", False):
@@ -78,15 +73,19 @@ class LoopFacts:
 
     def take(self, step: int) -> None:
         """Take the numbers of a step that is made now."""
-        if not self._is_used:
-            return
+        groups = self._step.param_groups
+        settings = {name: [x for x in _of_groups(groups, name) if x is not None] for name in self._settings}
+        largest = {name: max(known) for name, known in settings.items() if known}
+        entries = self._entries(groups) if self._is_written else {}
+        self._taken.append((step, largest, entries, self._trains))
+        self.forget_forwards()
+
+    def _entries(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         now, last = time.perf_counter(), self._last
-        self._last = now
-        groups, trains = self._step.param_groups, list(map(_needs_gradient, self._parameters))
+        self._last, trains = now, list(map(_needs_gradient, self._parameters))
         self._trains = trains if trains != self._trains else self._trains  # one list for all steps
         entries = {
-            "loop/lr": _of_groups(groups, "lr"),
-            "loop/weight_decay": _of_groups(groups, "weight_decay"),
+            **{f"loop/{name}": _of_groups(groups, name) for name in ("lr", "weight_decay")},
             "loop/trained": sum(trains),
             "loop/training": self._model.training if self._is_training is None else self._is_training,
             "loop/inputs": self._inputs or None,
@@ -94,25 +93,25 @@ class LoopFacts:
             "loop/scale": self._scale(),
             "loop/seconds": None if last is None else now - last,
         }
-        self._taken[step] = _Taken({name: value for name, value in entries.items() if value is not None}, self._trains)
-        _keep_last(self._taken, self.kept)
-        self.forget_forwards()
+        return {name: value for name, value in entries.items() if value is not None and value != [None] * len(groups)}
+
+    def settings(self, step: int) -> dict[str, float]:
+        """The largest settings in a step."""
+        return next((largest for at, largest, *_ in reversed(self._taken) if at == step), {})
 
     def of(self, step: int) -> dict[str, Any]:
         """The entries for the record of a step; with the parameters that train since the record before, or no more."""
-        taken = self._taken.get(step)
-        if taken is None:
-            return {}
-        # Recent steps may get their records after a later step that was logged.
-        before = next((trains for at, trains in reversed(self._told.items()) if at < step), taken.trains)
-        self._told[step] = taken.trains
-        _keep_last(self._told, self.kept)
-        changed: dict[str, list[str]] = {"loop/began": [], "loop/ended": []}
-        if before != taken.trains:
-            for name, was, trains in zip(self._names, before, taken.trains, strict=True):
-                if was != trains:
-                    changed["loop/began" if trains else "loop/ended"].append(name)
-        return taken.entries | {key: names[:_MOST_NAMED] for key, names in changed.items() if names}
+        for at, _, entries, trains in reversed(self._taken):
+            if at == step and entries:
+                # Recent steps may get their records after a later step that was logged.
+                before = next((told for at, told in reversed(self._told) if at < step), trains)
+                self._told.append((step, trains))
+                changed: dict[str, list[str]] = {"loop/began": [], "loop/ended": []}
+                for name, was, now in zip(self._names, before, trains, strict=True) if before != trains else ():
+                    if was != now:
+                        changed["loop/began" if now else "loop/ended"].append(name)
+                return {**entries, **{key: names[:_MOST_NAMED] for key, names in changed.items() if names}}
+        return {}
 
     def _scale(self) -> float | None:
         """The factor of the loss; None if there is none, or it lies on a device."""
@@ -124,26 +123,9 @@ class LoopFacts:
         return on_host(scale)
 
 
-def _keep_last(by_step: dict[int, Any], many: int) -> None:
-    while len(by_step) > many:
-        del by_step[next(iter(by_step))]
-
-
-def largest_settings(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The settings of an optimizer that have these names, each the largest of its parameter groups."""
-    found: dict[str, float] = {}
-    for name in sorted(set(names)):
-        known = [value for group in groups if (value := on_host(group.get(name))) is not None]
-        if known:
-            found[name] = max(known)
-    return found
-
-
-def _of_groups(groups: Sequence[Mapping[str, Any]], name: str) -> list[float | None] | None:
-    """A setting of each parameter group; None if no group has it."""
-    found = [on_host(group.get(name)) for group in groups]
-    found = [None if value is None or not math.isfinite(value) else value for value in found]
-    return None if all(value is None for value in found) else found
+def _of_groups(groups: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    """A setting of each parameter group."""
+    return [on_host(group.get(name)) for group in groups]
 
 
 def on_host(value: Any) -> float | None:

@@ -118,23 +118,17 @@ class PendingRecord(NamedTuple):
     Attributes:
         step: the number of the step.
         names: the names of the numbers that rules logged.
-        settings: the optimizer's settings in this step, by name.
         copy: the merged vectors of each round, then those measured after the update, then the rules' numbers in one.
     """
 
     step: int
     names: Sequence[str]
-    settings: Mapping[str, float]
     copy: HostCopy
 
     @staticmethod
-    def of(
-        step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor], settings: Mapping[str, float]
-    ) -> PendingRecord:
+    def of(step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> PendingRecord:
         numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
-        return PendingRecord(
-            step, list(log), settings, HostCopy([*(vector for pair in merged for vector in pair), numbers])
-        )
+        return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
 
     def read(
         self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], said: set[Stat]
@@ -160,7 +154,7 @@ class PendingRecord(NamedTuple):
                 said.add(stat)
                 what = f"{type(stat).__name__} has no numbers in step {self.step}: {stat.why_empty}"
                 warnings.warn(f"{what}. This is said once", stacklevel=2)
-        return record | dict(self.settings)
+        return record
 
 
 class NonFiniteStep(NamedTuple):
@@ -302,13 +296,13 @@ class WatchedSteps:
         _NORMS.push(self._norms, "norm", norm, norm.isfinite() & (norm > 0))
         return is_spike.double()
 
-    def take_peak(self) -> dict[str, Any]:
-        """The largest norm since the last call, for the record of the step that was read last; {} for one step alone.
+    def take_peak(self, least: int = 2) -> dict[str, Any]:
+        """The largest norm since the last call, for the record of the step that was read last; {} for fewer steps.
 
         Steps that were not logged may have had a larger norm than those that were.
         """
         peak, many, self._peak, self._unlogged = self._peak, self._unlogged, None, 0
-        if peak is None or many < 2:
+        if peak is None or many < least:
             return {}
         rank = {} if peak.rank is None else {"grad_norm/peak_rank": peak.rank}
         return {"grad_norm/peak": peak.norm, "grad_norm/peak_step": peak.step} | rank
@@ -390,7 +384,6 @@ class RecentStep(NamedTuple):
     step: int
     merged: Sequence[Vectors]
     log: Mapping[str, torch.Tensor]
-    settings: Mapping[str, float]
 
 
 class StepRecords:
@@ -410,7 +403,6 @@ class StepRecords:
         recent: int = 0,
     ) -> None:
         self.stats, self.loop = stats, loop
-        loop.kept += recent
         self._recent: deque[RecentStep] = deque(maxlen=recent)
         self._until = -1  # steps that are not logged become records up to this one
         self._plan, self._ranks = plan, ranks
@@ -450,15 +442,9 @@ class StepRecords:
                 happened[step] = happened.get(step, {}) | dict(zip(names, numbers, strict=True))
         return happened
 
-    def start(
-        self,
-        step: int,
-        merged: Sequence[Vectors],
-        log: Mapping[str, torch.Tensor],
-        settings: Mapping[str, float],
-    ) -> None:
+    def start(self, step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> None:
         """Start copying the numbers of a logged step."""
-        self._pending = PendingRecord.of(step, merged, log, settings)
+        self._pending = PendingRecord.of(step, merged, log)
 
     def keep(self, recent: RecentStep) -> None:
         """Keep the numbers of a step that is not logged. See [Note: recent steps]."""
@@ -474,10 +460,10 @@ class StepRecords:
         if happened:
             self._until = max(self._until, max(happened) + _AFTER)
         while self._recent and self._recent[0].step <= self._until:
-            step, merged, log, settings = self._recent.popleft()
+            step, merged, log = self._recent.popleft()
             copies = [(stat, {name: value.clone() for name, value in state.items()}) for stat, state in self.stats]
-            pending = PendingRecord.of(step, merged, log, settings)
-            fields = pending.read(self._plan, copies, self._ranks, self._said)
+            pending = PendingRecord.of(step, merged, log)
+            fields = pending.read(self._plan, copies, self._ranks, self._said) | self.loop.settings(step)
             fields = {**fields, **known.get(step, {}), "recent": True}
             yield StepRecord(fields, is_logged=False, is_first_nonfinite="nonfinite_params" in known.get(step, {}))
 
@@ -500,6 +486,7 @@ class StepRecords:
         ]
         if pending is not None:
             fields, is_first = pending.read(self._plan, self.stats, self._ranks, self._said), False
+            fields |= self.loop.settings(pending.step)
             for each in nonfinite:
                 if each.step == step:
                     ranks = {place["param"]: place for place in fields.get("nonfinite_at", ())}
@@ -511,6 +498,10 @@ class StepRecords:
                 fields["nonfinite_steps"] = self._watched.count
             records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))
         return ReadRecords(len(nonfinite), records)
+
+    def rest(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the loop set in ``step``, the last one, and what was read of the steps since the last record."""
+        return {"step": step} | self.loop.of(step), self._watched.take_peak(least=1)
 
     def judge_norm(self, fields: Mapping[str, Any]) -> tuple[bool, bool]:
         """Whether the norm in a logged record is not finite, and whether it is the first of several in a row.
@@ -531,16 +522,19 @@ class UnwrittenRecords:
         steps: how many steps there had been.
         nonfinite_steps: how many of them are known to have had gradients that were not finite.
         records: the records; that of a logged step gets the values of ``also``.
+        rest: what the loop set in the last step, with its number; and what is known of the steps since the last record.
         writer: the open sinks.
     """
 
     steps: int
     nonfinite_steps: int
     records: Sequence[dict[str, Any]]
+    rest: tuple[Mapping[str, Any], Mapping[str, Any]]
     writer: RecordWriter
 
     def write(self) -> None:
         for record in self.records:
             self.writer.add_also(record)
             self.writer.write(record)
+        self.writer.write_rest(*self.rest)
         self.writer.close()

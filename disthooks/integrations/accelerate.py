@@ -275,7 +275,7 @@ class _Around:
     def end_training(self) -> None:
         """Log the last record first: a record is read when the next step begins, and after the last step none does."""
         for gradients in list(self.attached.values()):
-            gradients.flush()
+            gradients.end_log()
         self.true["end_training"]()
 
     def save(self, models: Any, weights: Any, folder: str) -> None:

@@ -62,15 +62,15 @@ def _trained(run: Run) -> Iterator[Change]:
     for before, at in _pairs(run, "loop/trained"):
         record, was = run.records[at], run.records[before].loop_trained or 0
         more = (record.loop_trained or 0) - was
-        named = (("began", "began to train", record.loop_began), ("ended", "stopped training", record.loop_ended))
-        for sign, (kind, words, found), (_, _, others) in zip((1, -1), named, named[::-1], strict=True):
-            names = [name for name in found if told.get(name) != kind]
-            told |= dict.fromkeys(names, kind)
-            if names:  # a record names at most ten
-                count = max(len(names), sign * more + len(others))
-                some = f"{count} parameter{'s' if count > 1 else ''}"
+        named = {"began": (more, record.loop_began, record.loop_ended)}
+        named["ended"] = (-more, record.loop_ended, record.loop_began)
+        for kind, (gained, found, others) in named.items():
+            if names := [name for name in found if told.get(name) != kind]:
+                told |= dict.fromkeys(names, kind)
+                count = max(len(names), gained + len(others))  # a record names at most ten
                 rest = f" and {count - len(names)} more" if count > len(names) else ""
-                yield _change(run, before, at, kind, f"{some} {words}: {', '.join(names)}{rest}", names)
+                words = f"parameter{'s' * (count > 1)} {'began to train' if kind == 'began' else 'stopped training'}"
+                yield _change(run, before, at, kind, f"{count} {words}: {', '.join(names)}{rest}", names)
 
 
 def _values(run: Run) -> Iterator[Change]:

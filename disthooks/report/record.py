@@ -133,7 +133,7 @@ class Record(dict[str, Any]):
     replicas_steps = _Field[int | None]("replicas/steps", Whole, None)
     replicas_names = _Field[Sequence[str]]("replicas/names", list[str], ())
     replicas_ranks = _Field[Sequence[int]]("replicas/ranks", list[Rank], ())
-    loop_lr = _Field[Sequence[float | None]]("loop/lr", list[Number], ())
+    loop_lr = _Field[Sequence[float | None]]("loop/lr", list[Number], ())  # None also for what is not finite
     loop_weight_decay = _Field[Sequence[float | None]]("loop/weight_decay", list[Number], ())
     loop_trained = _Field[int | None]("loop/trained", Whole, None)
     loop_began = _Field[Sequence[str]]("loop/began", list[str], ())
@@ -186,6 +186,8 @@ def _value(name: str, value: Any) -> Any:
     if _is_label(name):
         if value is not None and (type(value) is not int or abs(value) >= 2**53):
             raise ValueError(f"{name} is no whole number")
+    elif isinstance(value, list) and name in (Record.loop_lr.name, Record.loop_weight_decay.name):
+        return [None if each in ("nan", "inf", "-inf") else each for each in value]
     elif isinstance(value, int) and abs(value) >= 2**1000:  # which is no float
         raise ValueError(f"{name} is out of range")
     return float(value) if value in ("nan", "inf", "-inf") else value

@@ -15,6 +15,7 @@ from disthooks.engines.detect import detect_engine
 from disthooks.grads.plan import StepPlan
 from disthooks.grads.records import WatchedSteps
 from tests.support.engines import ENGINES, loss_of, make
+from tests.support.logs import measured
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import engine_of
 from tests.support.zero import loss_of as zero_loss
@@ -60,7 +61,7 @@ def test_a_step_between_logged_ones_is_recorded_once(ranks: Ranks, engine: str) 
     event = log[1]
     assert (event["nonfinite_ranks"], _at(event), event["nonfinite_params"]) == ([1], list(BOTH), 2)
     assert event["nonfinite"] == sum(at["count"] for at in event["nonfinite_at"]) == 50
-    assert last == event
+    assert last == measured(event)
     assert log[2]["nonfinite_ranks"] == [0, 1]  # the update has spoiled the parameters of all
     assert log[2]["nonfinite_since"] == 37
     assert (log[1]["nonfinite_steps"], log[2]["nonfinite_steps"]) == (1, 50 - 37 + 1)
@@ -73,6 +74,7 @@ def test_each_step_that_is_left_out_is_recorded(ranks: Ranks, engine: str) -> No
     (log, last), (_, other) = ranks(_train, engine, bad, {"rules": [dh.SkipNonFinite(), dh.ClipNorm(1.0)]})
     assert _at(other) == _at(last) == [BOTH[0], BOTH[1]]
     assert other["step"] == last["step"] == 50
+    assert "grad_norm/peak" in log.pop()  # of the steps after the last record
     assert [record["step"] for record in log] == [0, 7, 10, 20, 50]
     assert [record.get("nonfinite_ranks") for record in log] == [None, [1], [0], [0, 1], [1]]
     assert all(record["skipped"] == (record["step"] > 0) for record in log)
@@ -97,7 +99,7 @@ def test_deepspeed(ranks: Ranks, stage: int) -> None:
     pytest.importorskip("deepspeed")
     log, nothing = ranks(_zero, stage)
     assert nothing == []
-    assert [(record["step"], record.get("nonfinite_ranks")) for record in log] == [(0, None), (2, [1])]
+    assert [(record["step"], record.get("nonfinite_ranks")) for record in log] == [(0, None), (2, [1]), (3, None)]
     assert log[1]["nonfinite_params"] == len(log[1]["nonfinite_at"]) == 8
 
 

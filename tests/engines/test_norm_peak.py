@@ -37,7 +37,8 @@ def _logs(rank: int, engine: str, faulty: tuple[int, ...], options: dict[str, An
 
 
 def _proven(few: list[dict[str, Any]], every_step: list[dict[str, Any]], leads: int | None) -> None:
-    assert [record["step"] for record in few] == [0, EVERY]
+    assert [record["step"] for record in few] == [0, EVERY, STEPS - 1]  # the last one is written at the end
+    assert few[2].keys() >= {"grad_norm/peak", "grad_norm/peak_step"}
     assert not any("grad_norm/peak" in record for record in (few[0], *every_step))
     norms = {record["step"]: record["grad_norm"] for record in every_step if record["step"] <= EVERY}
     assert few[1]["grad_norm/peak_step"] == max(norms, key=lambda step: norms[step]) == SPIKE
@@ -99,7 +100,7 @@ def test_norms_that_are_not_finite_are_left_out() -> None:
             optimizer.zero_grad()
             (model(torch.ones(1, 3)).sum() * {4: math.nan, 5: math.inf, SPIKE: 2.0}.get(step, 1.0)).backward()
             optimizer.step()
-    assert [record["step"] for record in log] == [0, 4, EVERY]
-    assert log[-1]["grad_norm/peak"] == pytest.approx(4.0)  # four gradients of 2
-    assert log[-1]["grad_norm/peak_step"] == SPIKE
-    assert "grad_norm/peak_rank" not in log[-1]  # of one rank
+    assert [record["step"] for record in log] == [0, 4, EVERY, STEPS - 1]
+    assert log[2]["grad_norm/peak"] == pytest.approx(4.0)  # four gradients of 2
+    assert log[2]["grad_norm/peak_step"] == SPIKE
+    assert "grad_norm/peak_rank" not in log[2]  # of one rank

@@ -294,6 +294,8 @@ class RecordWriter:
         self.sinks: list[Sink] = []
         self._opened: list[Sink] = []
         self._also = list(also)
+        self._last: Mapping[str, Any] = _NOTHING  # the record that was written last
+        self._told: dict[WhenRead, Mapping[str, Any]] = {}  # what each had said then
         self._taken: dict[
             int, list[tuple[AlsoLogged, Mapping[str, Any] | None]]
         ] = {}  # by step, until its record is made
@@ -323,7 +325,21 @@ class RecordWriter:
         """Call ``sink`` too from now on; it is open already, and :meth:`close` leaves it alone."""
         self.sinks.append(sink)
 
+    def write_rest(self, record: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+        """Write ``record`` of the last step, with what is ``known`` and was found since the last one; if there is any.
+
+        If that step has a record already, it is written again with more, because the last line of a step counts.
+        """
+        found = dict(known)
+        for source in [each for each in self._also if isinstance(each, WhenRead)]:
+            with self._leaving_out(cast("AlsoLogged", source)):
+                if (said := source()) != self._told.get(source, {}):
+                    found |= said
+        if found and record["step"] >= 0:
+            self.write({**(self._last if self._last.get("step") == record["step"] else {}), **record, **found})
+
     def write(self, record: Mapping[str, Any]) -> None:
+        self._last = record
         for sink in list(self.sinks):
             try:
                 sink(dict(record))
@@ -347,6 +363,8 @@ class RecordWriter:
         for source, values in self._taken.pop(record["step"], ()):
             with self._leaving_out(source):
                 more = source() if values is None else values
+                if isinstance(source, WhenRead):
+                    self._told[source] = more
                 if taken := sorted(record.keys() & more.keys()):
                     raise UsageError(f"{taken} are logged already")
                 record.update(more)

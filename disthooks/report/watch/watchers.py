@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,8 @@ class Watchers(Attachment):
         super().__init__()
         self.blamed: Blame | None = blame(model) if blames else None
         self.replicas: ReplicaReport | None = None
-        self._compared_after = 0  # the number of steps before the last comparison
+        self._gradients: Callable[[], Gradients | None] | None = None  # whose steps are counted
+        self._compared_after = 0  # the number of steps of the run before the last comparison
         self._blamed: list[str] = []  # what blame has found, on this rank or, after a comparison, on all
         self._told = False  # whether stderr has what blame has found on this rank
         if self.blamed is not None:
@@ -56,8 +58,12 @@ class Watchers(Attachment):
         return blamed | numbers | {"replicas/steps": self._compared_after} | differs
 
     def tell_nonfinite(self, gradients: Gradients) -> None:
-        """Say on stderr when gradients become infinite or NaN, and which module's output was so first."""
+        """Say on stderr when gradients become infinite or NaN, and which module's output was so first.
+
+        From now on the steps of ``gradients`` are counted, which go on from a checkpoint.
+        """
         first = gradients.is_first_rank
+        self._gradients = weakref.ref(gradients)
 
         def tell(record: dict[str, Any]) -> None:
             if first:
@@ -67,7 +73,10 @@ class Watchers(Attachment):
         gradients.on_nonfinite(tell)
 
     def compare_every(self, every: int, model: nn.Module, optimizer: Any, engine: Engine | None = None) -> None:
-        """Compare copies after 1, 2, 4, 8, ... steps, then after each ``every`` steps; call it on all ranks."""
+        """Compare copies after 1, 2, 4, 8, ... steps, then after each ``every`` steps; call it on all ranks.
+
+        The steps since attaching decide when, and are the same on all ranks.
+        """
         engine = engine or detect_engine(model)
         step = engine.step_of(optimizer)
         steps = differed = 0
@@ -78,12 +87,14 @@ class Watchers(Attachment):
             steps += 1
             if steps % every and not (steps < every and steps.bit_count() == 1):
                 return
+            watching = self._gradients and self._gradients()
+            made = steps if watching is None else watching.steps
             try:
                 # It finds the engine anew: since attaching, parameters may have been added to the model, or replaced.
                 report = self.replicas = check_replicas(model, optimizer)
-                self._compared_after = steps
+                self._compared_after = made
             except DisthooksError as error:  # every rank gets the same error, so no rank waits for another
-                warnings.warn(f"check_replicas stops here, after {steps} steps: {error}", stacklevel=2)
+                warnings.warn(f"check_replicas stops here, after {made} steps: {error}", stacklevel=2)
                 handle.remove()
                 return
             if not report.compared:
@@ -91,7 +102,7 @@ class Watchers(Attachment):
             if engine.position == 0 and not report.compared:
                 say(f"check_replicas: {report}")
             elif engine.position == 0 and len(report.differs) > differed:  # say it again only if more tensors differ
-                say(f"WARNING: after {steps} steps what should be the same on all ranks is not: {report}")
+                say(f"WARNING: after {made} steps what should be the same on all ranks is not: {report}")
             differed = max(differed, len(report.differs))
             if self.blamed is not None and not gathered:
                 # All ranks are here in the same step, so what each of them has found can be gathered for the log.
