@@ -44,7 +44,7 @@ from disthooks.report.log import Run
 _WINDOW = 64  # see [Note: what jumped]
 BLOCK = 4  # steps that are compared with the same usual value; the window and the warm-up are multiples of it
 WARM_UP = 12
-_LEAST = 0.02  # a deviation in decades counts as at least this much
+_LEAST = 0.02, 1 / 12  # a deviation counts as at least so many decades, and as this share of the limit
 _FALSE = 1e-5  # sentences in a step of independent numbers
 _PRECISION = 0.37
 _STAYS = 16, 2  # logged steps before a number became zero and after it, of which it is said that it stays so
@@ -158,7 +158,7 @@ class Scores:
         self.has_signs = bool((values < 0).any())
         self._logs = values.double() if self.has_signs else values.double().log10()
         self._logs = self._logs.masked_fill(~self._logs.isfinite() | (values == 0), math.nan)
-        self._order = list(order)
+        self._order, self._least = list(order), _LEAST[0]
         self._has_jumped = torch.zeros_like(self._logs, dtype=torch.bool)
         self._z = statistics.NormalDist().inv_cdf(1 - _FALSE / many)
         self._usual: dict[int, torch.Tensor] = {}  # by the first step of a block
@@ -167,6 +167,7 @@ class Scores:
     def jumps(self, limit: float, deviations: float) -> Iterator[Jump]:
         """Each number that has jumped."""
         limit = 0.0 if self.has_signs else limit
+        self._least = max(self._least, _LEAST[1] * limit)
         lowest, highest = (
             torch.stack([(sign * part.nan_to_num(sign * math.inf)).amin(0) for part in torch.split(self._logs, BLOCK)])
             for sign in (1.0, -1.0)
@@ -217,7 +218,7 @@ class Scores:
         block, window = self.distance(begin)[:, columns], self._window(begin, columns)
         is_known, median = window.isfinite().sum(0) >= WARM_UP, window.nanmedian(0).values
         deviation = 1.4826 * (window - median).abs().nanmedian(0).values
-        least = 0.05 * self._usual[begin][columns].abs() if self.has_signs else torch.tensor(_LEAST)
+        least = 0.05 * self._usual[begin][columns].abs() if self.has_signs else torch.tensor(self._least)
         return torch.where(is_known, block - median, math.nan) / deviation.clamp(min=least)
 
     def _window(self, begin: int, columns: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_a_number_is_compared_with_those_of_the_64_steps_before_it() -> None:
             spread = 1.4826 * statistics.median_low([abs(x - usual) for x in before])
             above = float(logs[step, place]) - usual
             far = max([each - usual for each in unmoved if each == each], default=-math.inf)
-            is_far = above > 0.7 and above / max(spread, 0.02) > max(3.0, chance_of) and above > 2 * far
+            is_far = above > 0.7 and above / max(spread, 0.7 / 12) > max(3.0, chance_of) and above > 2 * far
             if len(before) >= 12 and is_far:
                 wanted.append((step, place, pytest.approx(10**usual)))
     found = list(Scores(10**logs).jumps(0.7, 3.0))
