@@ -19,6 +19,7 @@ _MODULES = {
     "features": "disthooks.report.watch.features",
     "fit": "disthooks.saved.fit",
     "gradients": "disthooks.grads.attach",
+    "note_loss": "disthooks.grads.attach",
     "on_gradient": "disthooks.grads.on_gradient",
     "prepare": "disthooks.config",
     "save_activations": "disthooks.saved.attach",
@@ -63,7 +64,7 @@ _GONE = {
 if TYPE_CHECKING:
     from disthooks.config import prepare
     from disthooks.grads import sinks, stats
-    from disthooks.grads.attach import gradients
+    from disthooks.grads.attach import gradients, note_loss
     from disthooks.grads.on_gradient import on_gradient
     from disthooks.grads.rules.adagc import AdaGC
     from disthooks.grads.rules.adaptive import ClipAdaptive, ClipPercentile, ClipZScore
@@ -120,6 +121,7 @@ __all__ = [
     "features",
     "fit",
     "gradients",
+    "note_loss",
     "on_gradient",
     "only",
     "prepare",

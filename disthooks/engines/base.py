@@ -414,6 +414,10 @@ class Engine:
         """Run the functions of :meth:`before_step` now; the step that comes next does not run them again."""
         step.begin_early(scaler, chosen)
 
+    def before_backward(self, see: Callable[[Any], None]) -> list[Removable]:
+        """Call ``see(loss)`` when the loop calls a backward of the engine's own, which most engines do not have."""
+        return []
+
     def before_any_step(self, run: Callable[[Any], None]) -> Removable:
         """Call ``run(optimizer)`` before any optimizer steps, and before the functions of :meth:`before_step`.
 

@@ -162,6 +162,9 @@ class DeepSpeed(Engine):
         hooks = self._step()
         return hooks.add(hooks.late, (step, functions))
 
+    def before_backward(self, see: Callable[[Any], None]) -> list[Removable]:
+        return [_BeforeBackward(self._engine, see)]
+
     def before_any_step(self, run: Callable[[Any], None]) -> Removable:
         hooks = self._step()
         return hooks.add(hooks.early, run)
@@ -267,6 +270,24 @@ class DeepSpeedStep:
             _restore(optimizer, "step", replaced)
             if not has_overflow:
                 optimizer.__dict__.pop("overflow", None)
+
+
+class _BeforeBackward:
+    """Stands in for ``engine.backward``, which the loop calls with the loss."""
+
+    def __init__(self, engine: Any, see: Callable[[Any], Any]) -> None:
+        self._engine, self._see = engine, see
+        self._replaced, self._true = engine.__dict__.get("backward"), engine.backward
+        engine.__dict__["backward"] = self
+
+    def __call__(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        self._see(loss)
+        return self._true(loss, *args, **kwargs)
+
+    def remove(self) -> None:
+        if self._engine.__dict__.get("backward") is self:
+            _restore(self._engine, "backward", self._replaced)
+        self._see = id  # somebody else has wrapped this since
 
 
 def scaler_of(engine: Any) -> Any:

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -146,6 +147,39 @@ def gradients(
     if len(engines) == 1 and process_group is None and not experts and not copies:
         return _attach(engines[0], models, step, config)
     return _attach(_joined(engines, step, process_group, experts, copies, scaler), models, step, config)
+
+
+def note_loss(loss: torch.Tensor | float) -> None:
+    """Hand in the loss of a micro-batch, on each rank that has one, to what is attached; nothing waits for it.
+
+    This is ``watch.note_loss(loss)`` for a script that has no ``watch`` at hand, because a file attaches. Call it after
+    forward, before the step. If nothing is attached, it does nothing, and says so once.
+
+    Args:
+        loss: a number, or a tensor of one element, on any device.
+
+    Raises:
+        UsageError: when it is no single number, or attachments to different models ask for a loss.
+
+    >>> model = nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> from disthooks import stats
+    >>> with gradients(model, optimizer, stats=[stats.Loss()]) as watch:
+    ...     note_loss(0.5)
+    ...     optimizer.step()
+    >>> watch.latest["loss"]
+    0.5
+    """
+    attached = [each for each in list(_attached) if each.asks_for_loss] or list(_attached)
+    if len({tuple(map(id, each.models)) for each in attached}) > 1:
+        raise UsageError(
+            f"note_loss(): {len(attached)} attachments to different models are there, and nothing tells whose loss it "
+            "is: call note_loss of the one that gradients() or prepare().gradients gave for this model"
+        )
+    if not attached:
+        warnings.warn("note_loss(): nothing is attached, so nobody takes the loss. This is said once", stacklevel=2)
+    for each in attached:
+        each.note_loss(loss)
 
 
 def _checked(

@@ -173,6 +173,14 @@ class Gradients(Attachment):
         """
         self._runner.forward_hooks.note_loss(loss)
 
+    @property
+    def asks_for_loss(self) -> bool:
+        return self._runner.forward_hooks.has_loss
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        return tuple(self._checks.engine.models)
+
     def note_loss_of_backward(self, loss: Any) -> None:
         """Hand in the loss that a framework's ``backward`` is called with, unless the model's outputs have one."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -69,16 +69,17 @@ class ForwardHooks:
         models_called: the models that the loop calls; an engine's wrapper calls the user's own model.
         names: the names of the modules whose outputs are read, in the order of the model; on each rank those of all.
         called: the places of these modules in :attr:`names`, in the order in which they were called first.
+        has_loss: whether the loss of each micro-batch is wanted.
         has_times: whether :meth:`saw_gradient` and :meth:`end_step` need to be called.
         gives_loss: whether the last forward returned a loss.
         takes_outputs: whether such a loss is kept.
     """
 
     def __init__(self, engine: Engine, called: Sequence[nn.Module], needs: Sequence[ForwardNeeds]) -> None:
-        self._models, self.models_called = engine.models, called
+        self._engine, self._models, self.models_called = engine, engine.models, called
         self._is_needed = any(need != ForwardNeeds() for need in needs)
         self.gives_loss, self.takes_outputs = False, True
-        self._has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
+        self.has_loss, self.has_times = any(need.loss for need in needs), any(need.times for need in needs)
         self._needs_loss_always = any(need.loss == "always" for need in needs)
         self._has_facts = any(need.facts for need in needs)
         self._print_every = max((need.prints for need in needs), default=0)
@@ -104,6 +105,7 @@ class ForwardHooks:
         self.called: list[int] = []
         self._seen: set[int] = set()  # modules that were read in a forward, not in a backward
         self._losses: list[torch.Tensor] = []
+        self._of_engine = 0  # how many of them the engine's backward was called with
         self._clock = Clock()
 
     def attach(self) -> list[Removable]:
@@ -114,7 +116,9 @@ class ForwardHooks:
             for index, module in self._modules:
                 before = UncopiedHook(_InputReader(self, index))
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if self._has_loss or self.has_times:
+        if self.has_loss:
+            handles += self._engine.before_backward(weak_method(self._note_loss_of_engine))
+        if self.has_loss or self.has_times:
             # Before the hooks of fully_shard, which wait for other ranks.
             begin, end = (UncopiedHook(weak_method(method)) for method in (self._begin_forward, self._end_forward))
             for module in {*self.models_called, *self._models}:
@@ -148,9 +152,15 @@ class ForwardHooks:
             raise UsageError(f"note_loss({loss!r}): the loss of one micro-batch is needed, a single number")
         self._losses.append(local_part(value.detach()).double().reshape(()))
 
+    def _note_loss_of_engine(self, loss: Any) -> None:
+        """Keep the loss that the engine's backward is called with, unless somebody hands in losses."""
+        if len(self._losses) == self._of_engine and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.note_loss(loss)
+            self._of_engine += 1
+
     def clear(self) -> None:
         """Forget what was seen, because the step is made."""
-        self._facts, self._losses, self._prints = [], [], {}
+        self._facts, self._losses, self._prints, self._of_engine = [], [], {}, 0
         self._unread = collections.Counter()
         self._clock.clear()
 
@@ -258,7 +268,7 @@ class ForwardHooks:
             found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         loss = found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
         self.gives_loss = loss is not None
-        if self._has_loss and self.takes_outputs and loss is not None:
+        if self.has_loss and self.takes_outputs and loss is not None:
             self.note_loss(loss)
 
 
