@@ -88,7 +88,8 @@ def _each_alone(rank: int, folder: str, reduced: bool) -> list[Any]:
                 dist.all_reduce(parameter.grad)
             optimizer.step()
     report = watch.report()
-    return [report.ranks, report.collectives, [(r["step"], r["nonfinite_ranks"]) for r in log if "nonfinite_ranks" in r]]
+    named = [(record["step"], record["nonfinite_ranks"]) for record in log if "nonfinite_ranks" in record]
+    return [report.ranks, report.collectives, named]
 
 
 def test_ranks_that_train_alone_are_named_by_their_numbers(ranks: Ranks, tmp_path: pathlib.Path) -> None:
