@@ -232,10 +232,10 @@ def test_a_learning_rate_that_the_optimizer_finds_itself() -> None:
     for rate, logged in ((None, None), (torch.tensor(0.25), 0.25), (0.5, 0.5)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with dh.gradients(model, optimizer, stats=[stats.Updates()]) as watch:
+            # It runs after disthooks has seen the rate of this step: SGD itself needs a number.
+            optimizer.register_step_pre_hook(lambda self, *_: self.param_groups[0].update(lr=0.1))
             model(torch.ones(1, 2)).sum().backward()
             optimizer.param_groups[0]["lr"] = rate
-            watch.begin_step()
-            optimizer.param_groups[0]["lr"] = 0.1
             optimizer.step()
         assert watch.latest.get("lr") == logged
 
