@@ -35,6 +35,7 @@ from torch.nn import functional
 
 import disthooks as dh
 from disthooks.report.log import read
+from disthooks.report.loop import changes
 from disthooks.report.sentences import verdict
 from disthooks.report.timeline import timeline
 
@@ -565,10 +566,14 @@ def logged(kind: str, seed: int, statistics: str, every: int, file: pathlib.Path
 
 
 def blamed(file: pathlib.Path) -> list[str]:
-    """The sentences of the report that blame something: of what went wrong, of a norm, of a rank."""
+    """The sentences of the report that blame something: of what went wrong, of a norm, of a rank.
+
+    What the loop itself changed is told and blamed on nobody, so it does not count.
+    """
     (run,) = read(file).runs
     found = timeline(run)
     noted = [culprit.text for culprit in found.culprits if culprit.strength == "noted"]
+    noted += [change.text for change in changes(run)]
     told = [culprit.text for culprit in found.culprits if culprit.strength != "noted"]
     return told + [text for text in verdict(run, found) if _BLAMES.match(text) and text not in [*told, *noted]]
 
