@@ -165,10 +165,12 @@ def note_loss(loss: torch.Tensor | float) -> None:
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> from disthooks import stats
     >>> with gradients(model, optimizer, stats=[stats.Loss()]) as watch:
-    ...     note_loss(0.5)
+    ...     loss = model(torch.ones(4, 1)).square().mean()
+    ...     note_loss(loss)
+    ...     loss.backward()
     ...     optimizer.step()
-    >>> watch.latest["loss"]
-    0.5
+    >>> watch.latest["loss"] == loss.item()
+    True
     """
     attached = [each for each in list(_attached) if each.asks_for_loss] or list(_attached)
     if len({tuple(map(id, each.models)) for each in attached}) > 1:
