@@ -282,7 +282,7 @@ def elements_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is _STRIDED and not tensor.is_nested:
         return tensor
     parts = parts_of(tensor)
-    # Where sequences do not fill the memory, nobody knows what is between them.
+    # Where sequences do not fill the memory, the bytes between them have no known value.
     if not parts or (tensor.is_nested and not tensor.is_contiguous()):
         raise TypeError(f"torch has no way to read all elements of {tensor.layout}, or there are gaps between them")
     return parts[0]

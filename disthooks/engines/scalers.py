@@ -123,10 +123,10 @@ class _Scalers:
             self._unscaled.discard(optimizer)
 
     def _note_update(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        self._active.discard(scaler)
         for user in list(self._users):
-            if any((known := self._known.get(one)) and known() is scaler for one in user.optimizers):
-                user.end_iteration()
+            if mine := [one for one in user.optimizers if (known := self._known.get(one)) and known() is scaler]:
+                user.end_iteration(scaler, mine)
+        self._active.discard(scaler)
 
 
 def _noting(true: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:

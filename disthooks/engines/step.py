@@ -31,6 +31,12 @@
 # different times tells which ones step: `begin_step(optimizers=[a])`. The gradients of the others are taken away while
 # functions run, so they are neither measured nor changed.
 #
+# [Note: a scaler for each optimizer]
+# A loop may call `update` of the first scaler before the second optimizer steps. If the first scaler has kept its
+# optimizer back, the step goes on: the gradients of that optimizer are unscaled, no other scaler may unscale them
+# again, and only the scaler of the second optimizer can end the step. But one scaler for both forgets in `update` that
+# the gradients of the second optimizer are unscaled, and would divide them once more. So that is an error.
+#
 # [Note: optimizers that step inside backward]
 # torch's tutorial on memory has an optimizer for each parameter, which steps in a post-accumulate hook and frees the
 # gradient. No moment has all gradients then. Such a step is one of that optimizer alone, and functions learn that it is
@@ -49,7 +55,7 @@ from torch import nn
 from disthooks._torch import backward_id, found_inf, gives_scaler, in_backward, scaler_under_way, unscale
 from disthooks.engines.new_gradients import GradientMark
 from disthooks.engines.optimizer_step import CallbackHandle, OnRepeat, OptimizerHooks
-from disthooks.engines.scalers import scalers
+from disthooks.engines.scalers import scalers, stage_of
 from disthooks.engines.strangers import strangers
 from disthooks.errors import UsageError
 
@@ -112,6 +118,8 @@ class Step:
         self._marks: dict[int, GradientMark] = {}
         self._unfinished: set[int] = set()
         self._found_inf: dict[int, list[torch.Tensor]] = {}  # of each optimizer's scaler, by place
+        # What a scaler has unscaled before it ended the iteration, by place, and what it found.
+        self._over: dict[int, tuple[GradientMark, list[torch.Tensor]]] = {}
         self._backward = -1  # the number of the backward in which the last step was begun
         self._backwards_before = 0  # how many backwards there were when the last step was made
         self._most_backwards = 0  # in one step
@@ -194,7 +202,7 @@ class Step:
         if self.has_unused_backward:
             return True
         is_seen = self._has_seen_backward or self.state == "idle"
-        return not is_seen or (self.backwards == 0 and any(p.grad is not None for p in parameters_of(self)))
+        return not is_seen or (self.backwards == 0 and has_gradients(self))
 
     @gives_scaler("scaler")
     def begin_early(self, scaler: Any = None, chosen: Iterable[Any] | None = None) -> None:
@@ -228,10 +236,21 @@ class Step:
         return self._decision
 
     def enter(self, optimizer: Any) -> torch.Tensor | None:
-        """``optimizer`` steps now; the decision to skip its update."""
+        """``optimizer`` steps now; the decision to skip its update.
+
+        Raises:
+            UsageError: when its scaler has divided its gradients twice; see [Note: a scaler for each optimizer].
+        """
         scalers.note_step(optimizer)
+        place = self._place(optimizer)
+        if self.state == "stepping" and place in self._marks and self._is_over(place):
+            raise UsageError(
+                f"GradScaler.update() was called before {type(optimizer).__name__}, one of {self!r}, stepped. Its "
+                "gradients were unscaled for the joint step, and now once more: call scaler.step() of all optimizers, "
+                "then scaler.update() once"
+            )
         decision = self.begin(optimizer)
-        self._marks.pop(self._place(optimizer), None)
+        self._marks.pop(place, None)
         if self.state == "begun":
             self.state = "stepping"
             if not self.is_in_backward:
@@ -255,8 +274,21 @@ class Step:
             self.state = "skipped" if is_skipped else "done"
             self._run_after()
 
-    def end_iteration(self) -> None:
-        """A ``GradScaler`` has ended the iteration: it has kept back a step that was not made."""
+    def end_iteration(self, scaler: Any, optimizers: Iterable[Any]) -> None:
+        """``scaler``, which is that of ``optimizers``, ends the iteration: it has kept back a step that was not made.
+
+        See [Note: a scaler for each optimizer].
+        """
+        if len(self.optimizers) > 1:
+            mine = {self._place(one): one for one in optimizers if stage_of(scaler, one) != "READY"}
+            for i, one in mine.items():
+                self._over[i] = OptimizerHooks.of(one).gradients.mark(), found_inf(scaler, one)
+            stepping = self.stepping if self.state == "begun" else self.optimizers
+            if any(has_gradients(one) and not self._is_over(self._place(one)) for one in stepping):
+                if self.state == "begun":  # the others step with the decision that was made
+                    self._marks = {i: mark for i, mark in self._marks.items() if i not in mine}
+                    self._unfinished -= set(mine)
+                return
         if self.state == "begun" or (self.state != "stepping" and self.has_unused_backward):
             self._forget()
             self._backwards_before = self.backwards
@@ -292,7 +324,9 @@ class Step:
         given = scaler_under_way()
         own: dict[int, Any] = {}
         for i, one in others.items():
-            if not is_early:
+            if self._is_over(i):
+                self._found_inf[i] = self._over[i][1]
+            elif not is_early:
                 own[i] = scalers.of(one)
             elif given is None:
                 own[i] = scalers.of_unscaled(one)
@@ -354,6 +388,14 @@ class Step:
         mine = [one for one in self.optimizers if chosen is None or any(one is other for other in chosen)]
         return mine or list(self.optimizers)
 
+    def _is_over(self, place: int) -> bool:
+        """Whether a scaler has unscaled the gradients of an optimizer and ended the iteration; they may be zeroed."""
+        if place not in self._over:
+            return False
+        one, mark = self.optimizers[place], self._over[place][0]
+        gradients = OptimizerHooks.of(one).gradients
+        return gradients.is_same(mark) or (gradients.backwards == mark.backwards and not has_gradients(one))
+
     def _is_same(self, place: int) -> bool:
         """Whether an optimizer that has not stepped still has the gradients with which the step was begun."""
         return OptimizerHooks.of(self.optimizers[place]).gradients.is_same(self._marks[place])
@@ -393,6 +435,10 @@ def _without_gradients(optimizers: Iterable[Any]) -> Iterator[None]:
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 def _refuse_shared(optimizers: Sequence[Any]) -> None:

@@ -348,7 +348,7 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
     return attached
 
 
-#: What is attached, and the parameters whose gradients its rules may change: the name of each by its identity.
+#: For each attachment the parameters whose gradients its rules may change: the name of each, by the identity.
 _attached: WeakKeyDictionary[Gradients, dict[int, str]] = WeakKeyDictionary()
 
 

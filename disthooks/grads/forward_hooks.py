@@ -165,7 +165,7 @@ class ForwardHooks:
         self._clock.clear()
 
     def found(self, device: torch.device, is_logged: bool) -> ForwardFacts | None:
-        """What was seen since the last step, on ``device``; None if nobody asks."""
+        """The numbers of the forwards since the last step, on ``device``; None if no rule or statistic needs them."""
         facts, losses, prints, seconds = self._facts, self._losses, self._prints, self._clock.seconds()
         unread = self._unread
         if not (is_logged and self._is_needed) and not self._needs_loss_always:

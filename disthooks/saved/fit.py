@@ -331,7 +331,7 @@ class Fitted(Attachment):
                     self._round.forward_end = self._watch.now()
 
     def end_round(self) -> None:
-        """Say that a round is over. What is in use until the next one, as in an evaluation, is not a part of it."""
+        """End the round. Memory that is used before the next round, as in an evaluation, is not a part of it."""
         self._again.layers.switch_on()  # a loop that has not said when its forward ended
         self._read_peak()
         if self._round is not None:

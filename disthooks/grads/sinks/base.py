@@ -401,7 +401,7 @@ class Totals:
     """The totals in the reports of ``what``, and their growth per step since the record before.
 
     A first record of step 0 has the growth since this object was made. Before any other first record, as in a run that
-    goes on from a checkpoint, nobody knows how many steps there were.
+    goes on from a checkpoint, the number of steps is not known, so it has no growth.
 
     >>> class Two:
     ...     def report(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from typing import Any
@@ -189,6 +190,57 @@ def test_each_optimizer_has_its_own_scaler() -> None:
         return [p.detach() for model in models for p in model.parameters()]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+@pytest.mark.parametrize("begins_early", [False, True])
+def test_an_overflow_of_one_scaler_leaves_the_other_scaler_and_its_step_alone(begins_early: bool) -> None:
+    def run(is_watched: bool) -> tuple[list[torch.Tensor], list[float]]:
+        models = net(), net()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        with contextlib.ExitStack() as attached:
+            if is_watched:
+                rules = [dh.Scale(0.5)] if begins_early else []
+                watch = attached.enter_context(
+                    dh.gradients(list(models), optimizers, rules=rules, stats=[stats.Norm()])
+                )
+            for step in range(4):
+                backward(models[0], step, scalers[0].scale, math.inf if step == 2 else 1.0)
+                backward(models[1], step, scalers[1].scale)
+                for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                    scaler.unscale_(optimizer)
+                if begins_early and is_watched:
+                    watch.begin_step()
+                elif begins_early:
+                    torch._foreach_mul_([parameter.grad for parameter in parameters], 0.5)
+                for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+            assert not is_watched or watch.steps == 4
+        return [parameter.detach() for parameter in parameters], [scaler.get_scale() for scaler in scalers]
+
+    (watched, scales), (plain, true_scales) = run(True), run(False)
+    assert scales == true_scales == [4.0, 1024.0]
+    assert all(map(torch.equal, watched, plain))
+
+
+def test_an_update_of_the_one_scaler_before_all_have_stepped_is_an_error() -> None:
+    models = net(), net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with dh.gradients(list(models), optimizers, stats=[stats.Norm()]):
+        for model in models:
+            backward(model, 0, scaler.scale)
+        scaler.step(optimizers[0])
+        scaler.update()
+        before = [parameter.detach().clone() for parameter in models[1].parameters()]
+        with pytest.raises(
+            UsageError, match=r"update\(\) was called before SGD, one of .*, stepped.*then scaler.update"
+        ):
+            scaler.step(optimizers[1])
+        assert all(map(torch.equal, before, models[1].parameters()))
 
 
 def test_two_scalers_of_which_nothing_tells_are_an_error_before_anything_changes() -> None:
