@@ -502,7 +502,7 @@ def _trained(
     records: list[dict[str, Any]] = []
     attached: Any = contextlib.nullcontext()
     if watched is not None:
-        sinks = [*watched.get("sinks", ()), records.append]
+        sinks = [*watched.get("sinks", ()), lambda record: records.append(_without_loop(record))]
         attached = gradients(model, optimizer, **{"stats": [Norm()], **watched, "sinks": sinks}, every=1)
     if state is not None:
         inner.load_state_dict(state["model"])
@@ -531,6 +531,11 @@ def _check_state(watched: dict[str, Any]) -> None:
     for one, wanted in zip(resumed["parameters"], whole["parameters"], strict=True):
         assert same_bits(one, wanted), "law 16: a training that goes on from a checkpoint is another one"
     _check_logs(resumed["records"], whole["records"][STEPS // 2 :])
+
+
+def _without_loop(record: dict[str, Any]) -> dict[str, Any]:
+    """What was measured: what the loop has set stands in some records alone, and each rank has its own batch."""
+    return {name: value for name, value in record.items() if not name.startswith("loop/")}
 
 
 def _check_logs(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
