@@ -4,6 +4,14 @@
 # A statistic of logged steps shows that something has begun since the record before. Steps that are not finite have
 # records of their own, whatever `every` is, if a rule or a statistic looks in each step; and a comparison of copies
 # shows that a copy changed since the comparison before.
+#
+# [Note: a rank that is slow]
+# On a machine that does other work too, now one rank and now another waits for a core, for some records in a row. So a
+# rank is slow if it leads in so many records in a row that ranks which are alike would do so less than once in 100,000
+# records. How often a rank leads by chance is counted in the records outside of the row in which another rank led; four
+# more records count, as if another rank had led in one of them. As many records as the longest row of another rank has
+# count as one, since they are not independent. What the rank takes more than the others must also sum up to a time
+# that a user would notice.
 
 from __future__ import annotations
 
@@ -26,6 +34,8 @@ from disthooks.report.sentences import nonfinite_entry, nonfinite_words, seconds
 
 #: A rank is slow if its lead in a phase is this share of the step, for so many records in a row.
 _SLOW = ((1.0, 5), (0.3, 20))
+_BY_CHANCE, _BEFORE = 1e-5, 4  # see [Note: a rank that is slow]
+_NOTICED = 0.5  # seconds
 _BEGUN = 3  # records before a learning rate is looked at
 _RATE = 1.3
 #: For a slow rank, by the phase.
@@ -235,7 +245,10 @@ def _rates(run: Run) -> Iterator[Culprit]:
 
 
 def _slow(run: Run) -> Iterator[Culprit]:
-    """The first rank that took much longer than the others for several records in a row, in one phase."""
+    """The first rank that took much longer than the others for several records in a row, in one phase.
+
+    See [Note: a rank that is slow].
+    """
     if (run.ranks or 1) < 2:
         return
     others = {phase: others_of(run, f"{phase}_seconds")[:, 0] for phase in PHASES}
@@ -247,9 +260,15 @@ def _slow(run: Run) -> Iterator[Culprit]:
         leads = ((most[:, 0] - others[phase]) / step).tolist()
         ranks = run.labels(f"{phase}_seconds/argmax_rank")
         who = [rank if lead > share else None for rank, lead in zip(ranks, leads, strict=True)]
-        for rank, group in itertools.groupby(range(len(who)), key=who.__getitem__):
-            places = list(group)
-            if isinstance(rank, int) and len(places) >= many:
+        rows = [(rank, list(group)) for rank, group in itertools.groupby(range(len(who)), key=who.__getitem__)]
+        for rank, places in rows:
+            if not isinstance(rank, int) or len(places) < many:
+                continue
+            of_others = [len(row) for each, row in rows if each not in (None, rank)]
+            is_chance = (1 + sum(of_others)) / (_BEFORE + len(who) - len(places)) / ((run.ranks or 2) - 1)
+            by_chance = is_chance ** (len(places) / max(of_others, default=1))
+            lost = sum(float(most[at, 0] - others[phase][at]) * _steps_of(run, at) for at in places)
+            if by_chance < _BY_CHANCE and lost > _NOTICED:
                 early = places[0]  # it may have begun with a smaller lead, or this rank led by chance
                 while early and ranks[early - 1] == rank and leads[early - 1] > _SLOW[-1][0]:
                     early -= 1
@@ -261,3 +280,8 @@ def _slow(run: Run) -> Iterator[Culprit]:
                 found = made("slow", (begun(run, most, early), run.steps[places[0]]), phase, rank, what)
                 yield replace(found, advice=_ADVICE[phase])
                 return
+
+
+def _steps_of(run: Run, at: int) -> int:
+    """How many steps a record stands for: its own and those since the record before."""
+    return run.steps[at] - run.steps[at - 1] if at else 1
