@@ -24,6 +24,16 @@ every step, and copies are compared after each; ``--ways`` takes other engines, 
 
     python benchmarks/faults.py --ways ddp/readme/0 fsdp2/standard/10
 
+A fourth word makes the training itself unusual, though it is healthy without the fault:
+
+    python benchmarks/faults.py --ways ddp/full/1/{mask,depth,negative,frozen,lengths} --faults 24
+
+- ``mask``: a module returns minus infinity where a token must not look;
+- ``depth``: stochastic depth, each part of a block is left out in three steps of ten;
+- ``negative``: the loss is below 0 for the most part of the training;
+- ``frozen``: the first block begins to train in step 20;
+- ``lengths``: each rank has sequences of another length in each step.
+
 Three things are counted. **Power**: the first sentence is right in all that these statistics can know of the kind, the
 module or parameter, the rank, and a range of steps that holds the step (:func:`knows`). **Honesty**: no sentence is
 false, whatever was looked at (:func:`false_in`). **Alarms**: sentences about trainings without a fault.
@@ -63,25 +73,42 @@ ENGINES = ("ddp", "fsdp2", "zero2")
 PRODUCTS = [f"blocks.{i}.{name}" for i in range(LAYERS) for name in ("qkv", "out", "up", "down")]
 
 
+#: Trainings that are unusual.
+UNUSUAL = ("mask", "depth", "negative", "frozen", "lengths")
+LEFT_OUT, TRAINS_FROM, SUBTRACTED = 0.3, 20, 4.0
+
+
+class Mask(nn.Module):
+    """Minus infinity where a token must not look."""
+
+    def forward(self, tokens: int) -> torch.Tensor:
+        return torch.full((tokens, tokens), float("-inf")).triu(1)
+
+
 class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, has_mask: bool = False) -> None:
         super().__init__()
+        self.mask = Mask() if has_mask else None
+        self.keeps = (1.0, 1.0)  # 0.0 for a part that this step leaves out
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(self.act(self.up(self.norm2(x))))
+        first, second = self.keeps
+        parts = self.qkv(self.norm1(x) * first).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
+        mask = None if self.mask is None else self.mask(x.shape[1])
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2)) * first
+        return x + self.down(self.act(self.up(self.norm2(x) * second))) * second
 
 
 class Gpt(nn.Module):
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, training: str = "") -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(vocabulary, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Attention(WIDTH) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Attention(WIDTH, training == "mask") for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -104,11 +131,12 @@ class Fault(NamedTuple):
 
 
 class Way(NamedTuple):
-    """An engine, what is logged, and after how many steps copies are compared; 0 for never."""
+    """An engine, what is logged, after how many steps copies are compared (0 for never), and what is unusual."""
 
     engine: str
     statistics: str
     checks: int
+    training: str = ""
 
     @property
     def steps(self) -> int:
@@ -237,38 +265,54 @@ def arm(model: Gpt, fault: Fault, rank: int, now: list[int], is_sharded: bool) -
     }.get(f"{fault.kind} {fault.more}".strip(), lambda: None)()
 
 
-def batch_of(text: torch.Tensor, fault: Fault | None, seed: int, step: int, rank: int, vocabulary: int) -> Any:
+def batch_of(
+    text: torch.Tensor, fault: Fault | None, seed: int, step: int, rank: int, vocabulary: int, training: str
+) -> Any:
     """The tokens and the targets of one rank in one step."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
+    tokens = TOKENS if training != "lengths" else int(torch.randint(4, TOKENS + 1, (), generator=generator))
     begins = torch.randint(len(text) - TOKENS - 1, (BATCH,), generator=generator)
-    whole = torch.stack([text[begin : begin + TOKENS + 1] for begin in begins])
+    whole = torch.stack([text[begin : begin + tokens + 1] for begin in begins])
     if fault is not None and (step, rank) == (fault.step, fault.rank):
         if fault.more == "random":
             whole = torch.randint(vocabulary, whole.shape, generator=generator)
         else:
-            return whole[:, :-1], torch.randint(vocabulary, (BATCH, TOKENS), generator=generator)
+            return whole[:, :-1], torch.randint(vocabulary, (BATCH, tokens), generator=generator)
     return whole[:, :-1], whole[:, 1:]
+
+
+def change(model: Gpt, case: Case, step: int) -> None:
+    """Change what an unusual training changes before a step. In the step of a fault nothing is left out."""
+    if case.way.training == "frozen":
+        model.blocks[0].requires_grad_(step >= TRAINS_FROM)
+    if case.way.training == "depth":
+        chance, happens = random.Random(1009 * case.seed + step), any(fault.step == step for fault in case.faults)
+        for block in model.blocks:
+            first, second = (float(chance.random() > LEFT_OUT or happens) for _ in range(2))
+            block.keeps = (first, second)
 
 
 def train(rank: int, case: Case, text: torch.Tensor, vocabulary: int, file: pathlib.Path) -> None:
     """One training, logged to ``file``."""
     torch.manual_seed(case.seed)
-    model, now = Gpt(vocabulary), [0]
+    model, now = Gpt(vocabulary, case.way.training), [0]
     of_kind = {fault.kind: fault for fault in case.faults}
     for fault in case.faults:
         arm(model, fault, rank, now, case.way.engine == "fsdp2")
-    wrapped, optimizer = wrap(model, case.way.engine)
+    wrapped, optimizer = wrap(model, case.way)
     if "seed" in of_kind and rank == of_kind["seed"].rank:
         torch.manual_seed(case.seed + 1)
-        model.load_state_dict(Gpt(vocabulary).state_dict())
+        model.load_state_dict(Gpt(vocabulary, case.way.training).state_dict())
     with dh.prepare(wrapped, optimizer, case.way.config(file)) as prepared:
         assert prepared.gradients is not None
         for step in range(case.steps):
             now[0] = step
+            change(model, case, step)
             for fault in case.faults:
                 if (fault.kind, fault.more, fault.rank) == ("slow", "input", rank) and step >= fault.step:
                     time.sleep(fault.amount)
-            tokens, targets = batch_of(text, of_kind.get("batch"), case.seed, step, rank, vocabulary)
+            bad = of_kind.get("batch")
+            tokens, targets = batch_of(text, bad, case.seed, step, rank, vocabulary, case.way.training)
             with torch.no_grad():
                 if "dead" in of_kind and step >= of_kind["dead"].step:  # it stays dead
                     for parameter in model.get_submodule(of_kind["dead"].where).parameters():
@@ -277,13 +321,14 @@ def train(rank: int, case: Case, text: torch.Tensor, vocabulary: int, file: path
                     weight = local(model.get_submodule(of_kind["weight"].where).weight)
                     weight.copy_(flipped(weight, of_kind["weight"]))
             loss = nn.functional.cross_entropy(wrapped(tokens).flatten(0, 1), targets.flatten())
+            loss = loss - SUBTRACTED * (case.way.training == "negative")
             prepared.gradients.note_loss(loss)
             step_of(wrapped, optimizer, loss, case.faults, step, rank, model)
 
 
-def wrap(model: Gpt, engine: str) -> tuple[Any, Any]:
+def wrap(model: Gpt, way: Way) -> tuple[Any, Any]:
     """The model as the engine has it, and its optimizer."""
-    if engine == "zero2":
+    if way.engine == "zero2":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
@@ -299,12 +344,13 @@ def wrap(model: Gpt, engine: str) -> tuple[Any, Any]:
             dist_init_required=False,
         )
         return made[0], made[0]
-    if engine == "fsdp2":
+    if way.engine == "fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in [*model.blocks, model]:
             fully_shard(block, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
-    return nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=2e-3)
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=way.training == "frozen")
+    return ddp, torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -472,7 +518,7 @@ def run_all(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, An
     for place, world in enumerate(worlds):
         if cases[world] and not arguments.reread:
             mp.spawn(work, (world, arguments.port + place, cases[world], str(folder)), world)
-    ways = {"/".join(map(str, way)): score(cases, way, folder) for way in arguments.ways}
+    ways = {"/".join(map(str, way)).rstrip("/"): score(cases, way, folder) for way in arguments.ways}
     first, *others = ways.values()
     return {**first, "seconds": round(time.perf_counter() - begun)} | ({"ways": ways} if others else {})
 
@@ -523,8 +569,10 @@ def score(cases: dict[int, list[Case]], way: Way, folder: pathlib.Path) -> dict[
 
 
 def way_of(word: str) -> Way:
-    engine, statistics, checks = word.split("/")
-    return Way(engine, statistics, int(checks))
+    engine, statistics, checks, *training = word.split("/")
+    if not set(training) <= set(UNUSUAL):
+        raise argparse.ArgumentTypeError(f"no such training: {training[0]}; there are {', '.join(UNUSUAL)}")
+    return Way(engine, statistics, int(checks), *training)
 
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
@@ -539,7 +587,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         nargs="*",
         type=way_of,
         default=[way_of("ddp/full/1")],
-        help="engine/statistics/comparisons: ddp, fsdp2 or zero2; readme, standard or full; after how many steps, or 0",
+        help="engine/statistics/comparisons[/training]: ddp, fsdp2 or zero2; readme, standard or full; after how many "
+        f"steps, or 0; one of {', '.join(UNUSUAL)}",
     )
     parser.add_argument("--folder", type=pathlib.Path, help="where the logs stay; a temporary one by default")
     parser.add_argument("--reread", action="store_true", help="judge the logs in --folder again, without a training")

@@ -3,9 +3,11 @@
     make bench NAME=healthy                  # or: python benchmarks/healthy.py --seeds 0 1 2 --kinds frozen_later
 
 Each kind of training is a class below: 110 steps of a tiny model on the CPU, in which nothing is wrong. A layer is
-frozen, a loss is negative, an expert is chosen rarely. Each of them is logged with three sets of statistics (the norm,
+frozen, a loss is negative, an expert is chosen rarely. Each of them runs in one process, and in two processes with
+data of their own under DistributedDataParallel (gloo). It is logged with three sets of statistics (the norm,
 ``stats.standard()``, ``stats.full()``), in each step, in each seventh and in each fiftieth. The report's own code then
-reads the log. Every sentence that says that something went wrong is a false alarm: there should be none.
+reads the log. Every sentence that says that something went wrong is a false alarm: there should be none. ``--busy 4``
+has four more processes compute all the time, as on a machine that does other work too.
 
 ``--draws`` adds logs of independent numbers, so many steps of each of some distributions, on one rank and on two: the
 report promises at most one sentence in 100,000 such steps.
@@ -21,15 +23,20 @@ import io
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
 import re
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional
 
@@ -66,6 +73,7 @@ class Training:
         self.teacher = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         self.model = self.built()
         self.optimizer = self.optimized()
+        self.forward: Callable[[int], torch.Tensor] = self.loss
 
     def built(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -90,7 +98,7 @@ class Training:
     def step(self, step: int, note: Callable[[torch.Tensor], Any]) -> None:
         self.before(step)
         self.optimizer.zero_grad()
-        loss = self.loss(step)
+        loss = self.forward(step)
         note(loss)
         loss.backward()
         self.optimizer.step()
@@ -441,7 +449,7 @@ class LossScale(Training):
 
     def step(self, step: int, note: Callable[[torch.Tensor], Any]) -> None:
         self.optimizer.zero_grad()
-        loss = self.loss(step)
+        loss = self.forward(step)
         note(loss)
         scale = 2.0 ** (8 + step // 20)
         (loss * scale).backward()
@@ -490,7 +498,7 @@ class Accumulated(Training):
     def step(self, step: int, note: Callable[[torch.Tensor], Any]) -> None:
         self.optimizer.zero_grad()
         for _ in range(1 + step // 30):
-            loss = self.loss(step)
+            loss = self.forward(step)
             note(loss)
             (loss / (1 + step // 30)).backward()
         self.optimizer.step()
@@ -556,13 +564,78 @@ class Recurrent(Training):
 del KINDS["parts"]  # a base class
 
 
-def logged(kind: str, seed: int, statistics: str, every: int, file: pathlib.Path) -> None:
+class Case(NamedTuple):
+    """One training, and how it is logged."""
+
+    ranks: int
+    kind: str
+    statistics: str
+    every: int
+    seed: int
+
+    @property
+    def way(self) -> str:
+        return f"{self.statistics}/{self.every}/{self.seed}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+    def file(self, folder: pathlib.Path) -> pathlib.Path:
+        return folder / f"{'-'.join(map(str, self))}.jsonl"
+
+
+class LossOfRank(nn.Module):
+    """What DistributedDataParallel wraps: its forward is the loss of a step of this rank."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.model, self._loss = training.model, training.loss
+
+    def forward(self, step: int) -> torch.Tensor:
+        return self._loss(step)
+
+
+def logged(case: Case, file: pathlib.Path, rank: int = 0) -> None:
     """One training, logged to ``file``."""
-    training = KINDS[kind](seed)
-    sinks = [dh.sinks.Jsonl(file)]
-    with dh.gradients(training.model, training.optimizer, stats=SETS[statistics](), sinks=sinks, every=every) as watch:
+    training = KINDS[case.kind](case.seed)
+    model: nn.Module = training.model
+    if case.ranks > 1:
+        torch.manual_seed(1_000 * case.seed + rank)  # the weights are the same on all ranks, and the data are not
+        training.chance = random.Random(1_000 * case.seed + rank)
+        model = nn.parallel.DistributedDataParallel(LossOfRank(training), find_unused_parameters=True)
+        training.forward = model
+    sinks, stats = [dh.sinks.Jsonl(file)], SETS[case.statistics]()
+    with dh.gradients(model, training.optimizer, stats=stats, sinks=sinks, every=case.every) as watch:
         for step in range(STEPS):
             training.step(step, watch.note_loss)
+
+
+def work(rank: int, port: int, cases: Sequence[Case], folder: pathlib.Path) -> None:
+    """All trainings of one of several ranks."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(cases[0].ranks))
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  what DistributedDataParallel says of unused parameters
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    for number, case in enumerate(cases):
+        logged(case, case.file(folder), rank)
+        if rank == 0 and number % 50 == 49:
+            print(f"{case.ranks} ranks: {number + 1} of {len(cases)}", flush=True)
+    dist.destroy_process_group()
+
+
+def compute() -> None:
+    """Keep a core busy until this process is ended."""
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def busy(many: int) -> Iterator[None]:
+    """Some more processes that compute all the time."""
+    processes = [mp.get_context("spawn").Process(target=compute, daemon=True) for _ in range(many)]
+    for process in processes:
+        process.start()
+    yield
+    for process in processes:
+        process.kill()
 
 
 def blamed(file: pathlib.Path) -> list[str]:
@@ -607,16 +680,23 @@ def drawn(kind: str, ranks: int, steps: int, seed: int, file: pathlib.Path) -> N
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
-def trainings(arguments: argparse.Namespace, folder: pathlib.Path) -> Iterator[tuple[str, str, list[str]]]:
-    """The kind and the way of each training, and what is blamed in it."""
-    several = itertools.product(arguments.kinds or KINDS, arguments.sets, arguments.every, arguments.seeds)
-    for kind, statistics, every, seed in several:
-        file = folder / f"{kind}-{statistics}-{every}-{seed}.jsonl"
-        if not arguments.reread:
-            file.unlink(missing_ok=True)
-            with contextlib.redirect_stderr(io.StringIO()):
-                logged(kind, seed, statistics, every, file)
-        yield kind, f"{statistics}/{every}/{seed}", blamed(file)
+def train(arguments: argparse.Namespace, folder: pathlib.Path) -> list[Case]:
+    """Make all trainings, each with a log in ``folder``."""
+    ways = itertools.product(
+        arguments.ranks, arguments.kinds or KINDS, arguments.sets, arguments.every, arguments.seeds
+    )
+    cases = [Case(*way) for way in ways]
+    if not arguments.reread:
+        for case in cases:
+            case.file(folder).unlink(missing_ok=True)
+        with busy(arguments.busy):
+            for case in [case for case in cases if case.ranks == 1]:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    logged(case, case.file(folder))
+            for ranks in {case.ranks for case in cases if case.ranks > 1}:
+                of_ranks = [case for case in cases if case.ranks == ranks]
+                mp.spawn(work, (arguments.port + ranks, of_ranks, folder), ranks)
+    return cases
 
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
@@ -625,20 +705,23 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sets", nargs="*", choices=SETS, default=list(SETS))
     parser.add_argument("--every", nargs="*", type=int, default=EVERY)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute all the time beside the trainings")
+    parser.add_argument("--port", type=int, default=29_711)
     parser.add_argument("--draws", type=int, default=20_000, help="steps of each kind of independent numbers")
     parser.add_argument("--folder", type=pathlib.Path, help="where the logs stay; a temporary one by default")
     parser.add_argument("--reread", action="store_true", help="judge the logs in --folder again, without a training")
     parser.add_argument("--json", type=pathlib.Path, default=RESULT, help="where the result is written")
     arguments = parser.parse_args(words)
     begun = time.perf_counter()
-    blames, many = collections.defaultdict[str, list[str]](list), 0
+    blames = collections.defaultdict[str, list[str]](list)
     with tempfile.TemporaryDirectory() as made:
         folder = arguments.folder or pathlib.Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "drawn.jsonl"
-        for kind, way, found in trainings(arguments, folder):
-            many += 1
-            blames[kind] += [f"{way}: {text}" for text in found]
+        cases = train(arguments, folder)
+        for case in cases:
+            blames[case.kind] += [f"{case.way}: {text}" for text in blamed(case.file(folder))]
         draws = {}
         for kind in DRAWS if arguments.draws else ():
             for ranks in (1, 2):
@@ -648,7 +731,10 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         print(f"{kind:24} {len(texts):3}  {texts[0] if texts else ''}")
     result = {
         "kinds": len(blames),
-        "trainings": many,
+        "trainings": len(cases),
+        "ranks": arguments.ranks,
+        "seeds": arguments.seeds,
+        "busy_processes": arguments.busy,
         "sentences_that_blame": sum(map(len, blames.values())),
         "trainings_blamed": len({(kind, text.split(":")[0]) for kind, texts in blames.items() for text in texts}),
         "steps_drawn": len(draws) * arguments.draws,

@@ -55,7 +55,10 @@ class Culprit:
 
 
 class Timeline(NamedTuple):
-    """What a log tells of a run: what went wrong, in order of steps; what it has numbers of; what it cannot show."""
+    """What a log tells of a run: what went wrong, and what it has numbers of, and what it cannot show.
+
+    What went wrong is in the order of steps; what is no fault, of the kind "noted", comes last.
+    """
 
     culprits: list[Culprit]
     looked_at: list[str]

@@ -106,6 +106,8 @@ def document(
     """What the page shows of ``run``, as JSON can hold it."""
     found = timeline(run)
     wrong = found.culprits
+    headline, *sentences = verdict(run, found)
+    own = list(curves(run, wrong))
     made: dict[str, Any] = {
         "name": name,
         "run": run.name,
@@ -116,12 +118,13 @@ def document(
         "restarts": run.restarts,
         "logged": len(run.records),
         "verdict": {
+            "headline": headline,
             "culprits": [culprit.document() for culprit in wrong[:_MOST]],
-            "sentences": verdict(run, found)[min(len(wrong), 3) :],
+            "sentences": [text for text in sentences if text not in {culprit.text for culprit in wrong}],
             "missing": found.unseen,
         },
         "tiles": list(tiles(run, wrong)),
-        "curves": list(curves(run)),
+        "curves": own if other is not None else list(map(folded, own)),
         "heats": list(heats(run)),
         "events": list(happenings(run, wrong)),
         "ranks": list(leads(run)),
@@ -133,7 +136,7 @@ def document(
             "name": other.name,
             "about": other.about,
             "steps": other.steps[:: _stride(other)],
-            "curves": list(curves(other)),
+            "curves": list(curves(other, [])),
             "tiles": list(tiles(other, timeline(other).culprits)),
         }
     return made
@@ -143,18 +146,37 @@ def _stride(run: Run) -> int:
     return max(1, -(-len(run.records) // _POINTS))
 
 
-def curves(run: Run) -> Iterator[dict[str, Any]]:
-    """The curves of a run. Where steps are joined, the largest number of them stays."""
+def folded(curve: dict[str, Any]) -> dict[str, Any]:
+    """The curve; if its only line has one number in all steps, a sentence in its place.
+
+    >>> folded({"title": "Learning rate", "section": "norms", "unit": "", "lines": [{"values": [0.1, 0.1]}]})
+    {'title': 'Learning rate', 'section': 'norms', 'sentence': 'Learning rate: 0.1 in each logged step.'}
+    """
+    (line, *more), title = curve["lines"], curve["title"]
+    first = line["values"][0]
+    if more or not isinstance(first, float) or any(value != first for value in line["values"]):
+        return curve
+    number = figure({"bytes": "saved/", "seconds": "_seconds"}.get(curve["unit"], ""), first)
+    return {"title": title, "section": curve["section"], "sentence": f"{title}: {number} in each logged step."}
+
+
+def curves(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
+    """The curves of a run. Where steps are joined, the largest number of them stays.
+
+    A chart of ranks has a line for each of them, if the log has their numbers; those that went wrong are named.
+    """
+    named = {culprit.rank for culprit in wrong if culprit.kind != "noted"}
     known = {name for _, _, names in CURVES for name, _ in names}
     is_alone = run.ranks == 1
     for title, section, names in CURVES:
         if is_alone and "_rank" in names[0][0] and "_seconds" not in names[0][0]:
             continue
+        each = list(_of_ranks(run, names[0][0].partition("/")[0], named)) if section == "ranks" else []
         series = [(label, column) for key, label in names if (column := _column(run, key)) is not None]
         if series:
             unit = "seconds" if "seconds" in names[0][0] else "bytes" if "saved/" in names[0][0] else ""
             lines = [{"label": label, "values": column} for label, column in series]
-            yield {"title": title, "section": section, "unit": unit, "lines": lines}
+            yield {"title": title, "section": section, "unit": unit, "lines": each or lines}
     held = [name for name in _names(run) if name.startswith("saved/") and name.endswith("/peak_held")]
     if held:
         places = [
@@ -178,8 +200,21 @@ def _names(run: Run) -> list[str]:
     return list(dict.fromkeys(key for record in run.records for key in record))
 
 
+def _of_ranks(run: Run, name: str, named: set[int | None]) -> Iterator[dict[str, Any]]:
+    """A line for each rank."""
+    found = [record.get(f"{name}/of_ranks", {}) for record in run.records]
+    for rank in sorted({rank for numbers in found for rank in numbers}, key=int):
+        column = _joined(run, [number(numbers.get(rank)) for numbers in found])
+        if column is not None:
+            yield {"label": f"rank {rank}", "values": column, "is_rank": True, "is_named": int(rank) in named}
+
+
 def _column(run: Run, name: str) -> list[float | None] | None:
-    given = run.column(name)
+    return _joined(run, run.column(name))
+
+
+def _joined(run: Run, given: Sequence[float | None]) -> list[float | None] | None:
+    """The numbers of all records for a chart, some of them joined; None if there is none."""
     if all(value is None for value in given):
         return None
     stride, found = _stride(run), []

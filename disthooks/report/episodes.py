@@ -22,7 +22,7 @@ import torch
 
 from disthooks.report.culprit import Culprit, made, module_of, whole
 from disthooks.report.log import Run
-from disthooks.report.moved import BLOCK, Event, Scores, others_of, times, values_of
+from disthooks.report.moved import BLOCK, Event, Scores, events, others_of, times, values_of
 
 _GAP = 3  # records without an event that end an episode
 # The gradients that moved with one that jumped: how many decades, how many of those of the one, and usual deviations.
@@ -67,7 +67,7 @@ def cause_of(run: Run, episode: Sequence[Event]) -> Culprit:
         what = said(run, event, names_rank=False)
         leads = event.signal.name.endswith("/peak") or _leads(run, at, "grad_norm")
         found = made("jump", (event.first, event.step), _name(run, event), event.rank if leads else None, what)
-    return replace(found, evidence=[*(said(run, event) for event in _telling(now)), *_then(run, episode, at)])
+    return replace(found, evidence=[*(_evidence(run, event) for event in _telling(now)), *_then(run, episode, at)])
 
 
 def of_jump(run: Run, modules: Sequence[Event]) -> Culprit:
@@ -179,6 +179,15 @@ def _then(run: Run, episode: Sequence[Event], at: int) -> Iterator[str]:
         after = run.steps[loss.at] - run.steps[at]
         later = f"{after} step{'s' if after > 1 else ''} later, at step {run.steps[loss.at]}"
         yield f"The loss jumped {later}: {loss.value:.4g}, usually {loss.usual:.4g}."
+
+
+def _evidence(run: Run, event: Event) -> str:
+    """An event in words, with the usual range, and how often there was one of the same number."""
+    alike = [each for each in events(run) if (each.signal, each.place) == (event.signal, event.place)]
+    before = (
+        f" ({event.least:.4g} to {event.most:.4g} before)" if event.has_ratio and not math.isnan(event.most) else ""
+    )
+    return f"{said(run, event)}{before}; it jumped in {len(alike)} of {len(run.records)} logged steps"
 
 
 def said(run: Run, event: Event, names_rank: bool = True) -> str:

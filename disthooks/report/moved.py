@@ -100,6 +100,7 @@ class Event(NamedTuple):
         at: the place of the step among the records.
         place: the place of the parameter or module among their names; -1 for a number of the step.
         usual: the median of the steps before.
+        least: the smallest number of these steps; NaN if ``usual`` is that of other ranks.
         most: the largest number of these steps that did not jump itself; NaN if ``usual`` is that of other ranks.
         has_ratio: whether all numbers of these steps are there and positive.
         first: the first step in which that can have begun.
@@ -111,6 +112,7 @@ class Event(NamedTuple):
     place: int
     value: float
     usual: float
+    least: float
     most: float
     has_ratio: bool
     rank: int | None
@@ -134,6 +136,7 @@ class Jump(NamedTuple):
     at: int
     place: int
     usual: float
+    least: float
     most: float
     has_ratio: bool
 
@@ -151,7 +154,7 @@ class Scores:
         many: how many numbers of a step are looked at in all.
 
     >>> list(Scores(torch.tensor([1.0, 1.25, 0.75] * 10 + [50.0])[:, None]).jumps(0.7, 8.0))
-    [Jump(at=30, place=0, usual=1.0, most=1.25, has_ratio=True)]
+    [Jump(at=30, place=0, usual=1.0, least=0.75, most=1.25, has_ratio=True)]
     """
 
     def __init__(self, values: torch.Tensor, order: Sequence[int] = (), many: int = 1) -> None:
@@ -189,10 +192,11 @@ class Scores:
             self._has_jumped[begin : begin + BLOCK, columns] = is_jump
             for row, place in is_jump.nonzero().tolist():
                 before = self._logs[max(0, begin - _WINDOW) : begin, columns[place]]
-                most = before[~has_jumped[:, place] & ~before.isnan()].max()
-                usual = self._usual[begin][columns[place]]
+                known = before[~has_jumped[:, place] & ~before.isnan()]
+                levels = (self._usual[begin][columns[place]], known.min(), known.max())
+                usual, low, high = map(self._number, levels)
                 has_ratio = not self.has_signs and not before.isnan().any()
-                yield Jump(begin + row, int(columns[place]), self._number(usual), self._number(most), has_ratio)
+                yield Jump(begin + row, int(columns[place]), usual, low, high, has_ratio)
 
     def _number(self, level: torch.Tensor) -> float:
         return float(level) if self.has_signs else float(10**level)
@@ -283,15 +287,15 @@ def _of_signal(run: Run, signal: Signal, many: int) -> Iterator[Event]:
     peaks = run.labels(f"{signal.name}_step") if signal.name.endswith("/peak") else None
     has_ranks = bool(signal.rank) and (run.ranks or 2) > 1
     ranks = values_of(run, signal.of, signal.rank) if has_ranks else None
-    for at, place, usual, most, has_ratio in found.jumps(signal.limit, signal.deviations):
+    for at, place, usual, least, most, has_ratio in found.jumps(signal.limit, signal.deviations):
         if others is not None and not own.deviations(at - at % BLOCK, torch.tensor([place]))[at % BLOCK] > _OWN:
             continue
         rank = math.nan if ranks is None else float(ranks[at, place])
         known = int(rank) if math.isfinite(rank) else None
         where = place if signal.of else -1
         first, step = (begun(run, values, at), run.steps[at]) if peaks is None else (peaks[at], peaks[at])
-        usual, most = (usual, most) if others is None else (float(others[at]), math.nan)
-        yield Event(at, signal, where, float(values[at, place]), usual, most, has_ratio, known, first, step)
+        usual, least, most = (usual, least, most) if others is None else (float(others[at]), math.nan, math.nan)
+        yield Event(at, signal, where, float(values[at, place]), usual, least, most, has_ratio, known, first, step)
 
 
 def times(factor: float) -> str:

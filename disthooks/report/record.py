@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -94,6 +94,11 @@ def _rank(name: str) -> _Field[int | None]:
     return _Field(name, Rank | None, None)
 
 
+def _of_ranks(name: str) -> _Field[Mapping[str, float | None]]:
+    """The number of each rank, by the rank."""
+    return _Field(f"{name}/of_ranks", dict[str, Number], {})
+
+
 class Record(dict[str, Any]):
     """The entries that a log has of one step, by name. Each entry that a detector reads is a field with a type.
 
@@ -110,6 +115,7 @@ class Record(dict[str, Any]):
     about = _Field[dict[str, Any] | None]("about", About, None)
     names = _Field[dict[str, Any] | None]("names", Names, None)
     loss = _number("loss")
+    loss_of_ranks = _of_ranks("loss")
     loss_max_rank = _number("loss/max_rank")
     loss_argmax_rank = _rank("loss/argmax_rank")
     grad_norm = _number("grad_norm")
@@ -119,6 +125,10 @@ class Record(dict[str, Any]):
     grad_norm_max_rank = _number("grad_norm/max_rank")
     grad_norm_mean_rank = _number("grad_norm/mean_rank")
     grad_norm_argmax_rank = _rank("grad_norm/argmax_rank")
+    grad_norm_of_ranks = _of_ranks("grad_norm")
+    input_seconds_of_ranks = _of_ranks("input_seconds")
+    forward_seconds_of_ranks = _of_ranks("forward_seconds")
+    backward_seconds_of_ranks = _of_ranks("backward_seconds")
     nonfinite = _number("nonfinite")
     nonfinite_at = _Field[Sequence[dict[str, Any]]]("nonfinite_at", list[Place], ())
     nonfinite_ranks = _Field[Sequence[int]]("nonfinite_ranks", list[Rank], ())

@@ -43,8 +43,8 @@ def verdict(run: Run, found: Timeline) -> list[str]:
         things = f"{more} more things stand out; the last" if more > 1 else "1 more thing stands out: it"
         wrong.append(f"{things} is at step {culprits[-1].step}.")
     wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
-    if not wrong:
-        wrong = [nothing_said(run, found)]
+    if len(wrong) == sum(culprit.kind == "noted" for culprit in culprits[:_FEW]):
+        wrong.insert(0, nothing_said(run, found))
     said = [text.partition(":")[0] for text in wrong if _AS_SPIKE in text]
     others = [step for step in spikes if not any(re.search(rf" {step}\b", steps) for steps in said)]
     changed = changes(run)
@@ -59,7 +59,8 @@ def nothing_said(run: Run, found: Timeline) -> str:
     many = len(run.records)
     steps = f"{many} logged steps, {run.steps[0]} to {run.steps[-1]}" if many > 1 else f"1 logged step, {run.steps[0]}"
     looked = f": {', '.join(found.looked_at)}" if found.looked_at else ""
-    return f"Nothing stands out in {steps}{looked}."
+    noted = " as a fault" if found.culprits else ""  # what is noted is no fault
+    return f"Nothing stands out{noted} in {steps}{looked}."
 
 
 def nonfinite_entries(run: Run) -> list[dict[str, Any]]:

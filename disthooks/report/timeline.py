@@ -62,7 +62,8 @@ def timeline(run: Run) -> Timeline:
     has = str(run.about.get("rules"))
     may_test = not any(culprit.kind in ("replicas", "weights") for culprit in found)
     found = [_finished(run, culprit, has, may_test) for culprit in found]
-    return Timeline(sorted(found, key=lambda culprit: culprit.step), list(looked_at(run)), list(unseen(run)))
+    found = sorted(found, key=lambda culprit: (culprit.kind == "noted", culprit.step))
+    return Timeline(found, list(looked_at(run)), list(unseen(run)))
 
 
 def _with_consequences(found: Sequence[Culprit], place: Callable[[int], int]) -> Iterator[Culprit]:

@@ -46,6 +46,7 @@ def log(file: pathlib.Path, steps: int, layers: int, ranks: int = 2, evil: str =
                 "grad_norm/max_rank": 1.2,
                 "grad_norm/mean_rank": 1.1,
                 "grad_norm/argmax_rank": at % ranks,
+                "grad_norm/of_ranks": {str(rank): 1.0 + 0.2 * (rank == at % ranks) for rank in range(ranks)},
                 "clip_ratio": 0.5 + 0.5 * (at % 2),
                 "update_ratio": 1e-3,
                 "lr": 1e-3,

@@ -51,6 +51,8 @@ _TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step|peak|budget)$).*|n
 
 #: What the loop set, a number for each parameter group.
 _OF_GROUPS = ("loop/lr", "loop/weight_decay")
+#: How the name of an entry ends that has a number of each rank.
+OF_RANKS = "/of_ranks"
 _FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "grad_max_abs")
 
 
@@ -146,7 +148,7 @@ def texts(record: Mapping[str, Any], most: int | None = 4) -> dict[str, str]:
         name: shown(value, most)
         for name, value in record.items()
         if not isinstance(value, numbers.Real) and not _is_histogram(value) and not is_empty(value)
-        if name not in _OF_GROUPS
+        if name not in _OF_GROUPS and not name.endswith(OF_RANKS)
     }
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from disthooks._locks import new_lock
 from disthooks._registry import register
 from disthooks.errors import UsageError
-from disthooks.grads.sinks.base import OpenSink, is_empty, shown
+from disthooks.grads.sinks.base import OF_RANKS, OpenSink, is_empty, shown
 from disthooks.grads.stats.magnitudes import edges
 
 VARIABLE = "DISTHOOKS_RUN"
@@ -260,12 +260,9 @@ class Console:
             raise UsageError(f"Console: print must be a function of a line, got {self.print!r}")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Print one line, without empty values, values of single parameters, and what the loop set."""
-        told = {
-            name: value
-            for name, value in record.items()
-            if "/param/" not in name and "/module/" not in name and not name.startswith("loop/") and not is_empty(value)
-        }
+        """Print one line, without empty values, values of single parameters and ranks, and what the loop set."""
+        is_left_out = re.compile(rf"loop/|.*/(param|module)/|.*{OF_RANKS}$").match
+        told = {name: value for name, value in record.items() if not is_left_out(name) and not is_empty(value)}
         self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
 
 

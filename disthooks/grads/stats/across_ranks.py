@@ -27,6 +27,7 @@ from disthooks.engines.base import Engine, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, rank_of, to_sortable, with_rank
 from disthooks.grads.stats.base import (
+    MOST_RANKS,
     Fact,
     Found,
     Local,
@@ -37,6 +38,8 @@ from disthooks.grads.stats.base import (
     Stat,
     State,
     check_own_data,
+    of_ranks,
+    on_this_rank,
     onto,
     take,
 )
@@ -151,6 +154,22 @@ class RankExtremes(_OwnNorms):
 
 
 @dataclass(frozen=True)
+class NormOfRanks(Measure):
+    """The norm of each rank's own gradients. See [Note: a rank's norm]."""
+
+    merge: ClassVar[Merge] = "sum"
+    per: ClassVar[Per] = "step"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
+
+    def local(self, local: Local) -> torch.Tensor:
+        return on_this_rank(own_squares(local, each=False)[:1].sqrt(), local)
+
+    def width(self, shard: Shard | None) -> int:
+        return MOST_RANKS
+
+
+@dataclass(frozen=True)
 class OwnLargest(_OwnGradients):
     """For each scope two keys: of the largest magnitude in this rank's own gradients, and of the rank that has it."""
 
@@ -207,7 +226,7 @@ class Spread(Stat):
 
     The log gets ``grad_norm/min_rank``, ``max_rank``, ``mean_rank`` and ``std_rank`` (over the ranks),
     ``grad_norm/argmin_rank`` and ``argmax_rank``, which are global ranks, and ``grad_norm/outlier_rank``, which is a
-    global rank or None.
+    global rank or None. With at most 16 ranks it gets the norm of each, ``grad_norm/of_ranks``.
 
     The rank with the largest norm is an outlier if its norm is further from the mean of the other ranks than
     ``outlier`` times their standard deviation; or else the rank with the smallest norm, by the same test. The deviation
@@ -248,7 +267,7 @@ class Spread(Stat):
         check_own_data(self, engine)
 
     def measures(self) -> tuple[Measure, ...]:
-        return RankNorms(each=self.per_parameter), RankExtremes(each=self.per_parameter)
+        return RankNorms(each=self.per_parameter), RankExtremes(each=self.per_parameter), NormOfRanks()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
@@ -274,10 +293,12 @@ class Spread(Stat):
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {}
-        for name, column in self.numbers([self.scoped(found, measure) for measure in self.measures()]).items():
+        *scoped, each = self.measures()
+        for name, column in self.numbers([self.scoped(found, measure) for measure in scoped]).items():
             values = column.tolist()
             columns[name] = [found.global_rank(place) for place in values] if name in _WHICH else values
-        return self.named(found, columns)
+        norms = of_ranks("grad_norm", found.rows[each].flatten().tolist(), found.ranks)
+        return self.named(found, columns) | norms
 
 
 @register("stat")

@@ -298,6 +298,32 @@ def peaks(largest: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(largest) & (largest > 0), largest, 1.0)
 
 
+#: With more ranks a record has no number of each rank.
+MOST_RANKS = 16
+
+
+def on_this_rank(numbers: torch.Tensor, local: Local) -> torch.Tensor:
+    """The ``numbers`` of this rank at its place, of shape (numbers, :data:`MOST_RANKS`) and flat: a SUM has all ranks'.
+
+    All are zero if there are more ranks than that.
+    """
+    found = numbers.new_zeros(len(numbers), MOST_RANKS)
+    if local.world <= MOST_RANKS:
+        found[:, local.position] = numbers
+    return found.flatten()
+
+
+def of_ranks(name: str, numbers: Sequence[float], ranks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """The entry ``<name>/of_ranks`` of a record: the number of each rank; nothing of one rank, or of too many.
+
+    >>> of_ranks("loss", [0.5, 0.25, 0.0, 0.0], [4, 5]), of_ranks("loss", [0.5, 0.0], [0])
+    ({'loss/of_ranks': {'4': 0.5, '5': 0.25}}, {})
+    """
+    if not 1 < len(ranks) <= MOST_RANKS:
+        return {}
+    return {f"{name}/of_ranks": {str(rank): number for rank, number in zip(ranks, numbers, strict=False)}}
+
+
 #: The state of a statistic from one logged step to the next: on the CPU, and the same on every rank.
 State = dict[str, torch.Tensor]
 

@@ -6,6 +6,7 @@ gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -16,6 +17,7 @@ from disthooks._match import Pattern, as_patterns
 from disthooks._registry import register
 from disthooks.grads.collectives import NO_NUMBER, from_sortable, rank_of, to_sortable, with_rank
 from disthooks.grads.stats.base import (
+    MOST_RANKS,
     PHASES,
     ForwardFacts,
     ForwardNeeds,
@@ -27,6 +29,8 @@ from disthooks.grads.stats.base import (
     Per,
     Stat,
     State,
+    of_ranks,
+    on_this_rank,
     refuse_per_parameter,
 )
 
@@ -219,8 +223,22 @@ class StepExtremes(_OwnNumbers):
         return torch.where(has[:, None], keys, NO_NUMBER).flatten()
 
 
+@dataclass(frozen=True)
+class StepOfRanks(_OwnNumbers):
+    """The numbers of each rank; NaN where a rank has none."""
+
+    merge: ClassVar[Merge] = "sum"
+
+    def width(self, shard: Any) -> int:
+        return MOST_RANKS * (len(PHASES) if self.of == "times" else 1)
+
+    def local(self, local: Local) -> torch.Tensor:
+        numbers, has = self.numbers(local)
+        return on_this_rank(torch.where(has, numbers, math.nan).double(), local)
+
+
 class _OfStep(Stat):
-    """Numbers of the step: the mean over the ranks, the largest, and whose it is."""
+    """Numbers of the step: the mean over the ranks, the largest, whose it is, and that of each rank."""
 
     alone: ClassVar[bool] = True
     about: ClassVar[Literal["loss", "times"]]
@@ -230,17 +248,19 @@ class _OfStep(Stat):
         refuse_per_parameter(self)
 
     def measures(self) -> tuple[Measure, ...]:
-        return StepSums(self.about), StepExtremes(self.about)
+        return StepSums(self.about), StepExtremes(self.about), StepOfRanks(self.about)
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        sums, keys = (found.rows[measure].view(-1, 2) for measure in self.measures())
+        sums, keys, each = (found.rows[measure].view(len(self.names), -1) for measure in self.measures())
         recorded: dict[str, Any] = {}
-        for name, (total, ranks), (largest, rank) in zip(self.names, sums.tolist(), keys, strict=True):
+        rows = zip(self.names, sums.tolist(), keys, each.tolist(), strict=True)
+        for name, (total, ranks), (largest, rank), numbers in rows:
             if ranks:
                 recorded[name] = total / ranks
             if ranks and len(found.ranks) > 1:
                 recorded[f"{name}/max_rank"] = float(from_sortable(largest))
                 recorded[f"{name}/argmax_rank"] = found.global_rank(int(rank_of(rank)))
+                recorded |= of_ranks(name, numbers, found.ranks)
         return recorded
 
 
@@ -250,9 +270,9 @@ class Loss(_OfStep):
     """The loss: ``loss`` is the mean over ranks of the mean of each rank's micro-batches.
 
     With several ranks the log also gets the largest mean of a rank, ``loss/max_rank``, and whose it is,
-    ``loss/argmax_rank``. The loss is the ``loss`` of what the model returns, if it has one, as models of transformers
-    do. Otherwise hand it in after each forward, on every rank: ``watch.note_loss(loss)``. It may be a tensor on the
-    device: nothing waits for it.
+    ``loss/argmax_rank``; with at most 16 ranks the mean of each, ``loss/of_ranks``. The loss is the ``loss`` of what
+    the model returns, if it has one, as models of transformers do. Otherwise hand it in after each forward, on every
+    rank: ``watch.note_loss(loss)``. It may be a tensor on the device: nothing waits for it.
 
     >>> from disthooks import gradients
     >>> model = torch.nn.Linear(1, 1)
@@ -283,8 +303,8 @@ class Times(_OfStep):
     ``input_seconds`` is from the end of a step to the next forward, ``forward_seconds`` is from there to the end of
     forward, and ``backward_seconds`` is from there to the last gradient before its reduction. Each is the mean over the
     ranks; with several ranks the log also gets the most seconds of a rank, ``input_seconds/max_rank``, and whose they
-    are, ``input_seconds/argmax_rank``. The clock is the host's: on an accelerator forward and backward are the times in
-    which work is queued.
+    are, ``input_seconds/argmax_rank``; with at most 16 ranks those of each, ``input_seconds/of_ranks``. The clock is
+    the host's: on an accelerator forward and backward are the times in which work is queued.
 
     >>> from disthooks import gradients
     >>> model = torch.nn.Linear(1, 1)

@@ -77,7 +77,7 @@ function drawChart(one) {
     "aria-valuemin": given.steps?.[view.from] ?? 0, "aria-valuemax": given.steps?.[view.to] ?? 0 });
   for (const tick of lineTicks(low, high, log, isBytes)) {
     svg.append(shape("line", { class: "grid", x1: LINE.left, x2: width - LINE.right, y1: y(tick), y2: y(tick) }),
-      shape("text", { x: LINE.left - 7, y: y(tick) + 4, "text-anchor": "end" }, numberText(tick, one.unit).replace(".0 ", " ")));
+      shape("text", { x: LINE.left - 7, y: y(tick) + 4, "text-anchor": "end" }, numberText(tick, one.unit).replace(/\.0+ /, " ")));
   }
   for (const mark of marks()) {
     if (mark.place < view.from || mark.place > view.to) continue;
@@ -98,9 +98,16 @@ function drawChart(one) {
   one.brush = shape("rect", { class: "brush", y: LINE.top, height: inner, visibility: "hidden" });
   svg.append(one.brush, one.cross);
   listen(svg, one);
-  const caption = element("figcaption", {}, element("b", {}, one.title), ...one.lines.filter((line) => line.label).map((line) =>
+  const caption = element("figcaption", {}, element("b", {}, one.title), ...inCaption(one.lines).map((line) =>
     element("span", {}, element("i", { style: { background: line.ink ?? INKS[one.lines.indexOf(line) % INKS.length] } }), line.label)));
   one.box.replaceChildren(caption, svg);
+}
+
+// Of several ranks in one colour the caption has one entry.
+function inCaption(lines) {
+  const alike = lines.filter((line) => line.is_rank && line.ink === "var(--faint)");
+  const others = alike.length > 1 ? [{ ...alike[0], label: alike.length === lines.length ? "each rank" : "the other ranks" }] : alike;
+  return [...lines.filter((line) => line.label && !alike.includes(line)), ...others];
 }
 
 const badPlaces = (line) => (line.bad = line.values.flatMap((value, place) => (typeof value === "string" ? [place] : [])));
@@ -141,15 +148,21 @@ function linePath(values, x, y, log) {
 // Ticks of bytes are powers of 2 apart, so that they are whole KiB, MiB or GiB.
 function lineTicks(low, high, log, isBytes) {
   if (log) {
-    const from = Math.ceil(Math.log10(low));
-    const to = Math.floor(Math.log10(high));
-    const every = Math.max(1, Math.ceil((to - from + 1) / 4));
-    const powers = Array.from({ length: Math.max(0, to - from + 1) }, (_, at) => 10 ** (from + at)).filter((_, at) => at % every === 0);
-    return powers.length > 1 ? powers : [low, high];
+    const from = Math.floor(Math.log10(low));
+    const decades = Array.from({ length: Math.floor(Math.log10(high)) - from + 1 }, (_, at) => from + at);
+    const within = (each) => decades.flatMap((decade) => each.map((digit) => Number(`${digit}e${decade}`))).filter((tick) => tick >= low && tick <= high);
+    const powers = within([1]);
+    const every = Math.max(1, Math.ceil(powers.length / 4));
+    return powers.length > 1 ? powers.filter((_, at) => at % every === 0) : within([1, 2, 5]);
   }
   const rough = (high - low) / 3;
+  if (isBytes) return multiples(low, high, Math.max(1, 2 ** Math.floor(Math.log2(rough))));
   const unit = 10 ** Math.floor(Math.log10(rough));
-  const step = isBytes ? Math.max(1, 2 ** Math.floor(Math.log2(rough))) : [1, 2, 5, 10].map((each) => each * unit).find((each) => each >= rough);
+  const several = [5, 2, 1, 0.5].map((each) => multiples(low, high, each * unit));
+  return several.find((ticks) => ticks.length >= 3) ?? several[3];
+}
+
+function multiples(low, high, step) {
   return Array.from({ length: 7 }, (_, at) => (Math.ceil(low / step) + at) * step).filter((tick) => tick <= high);
 }
 

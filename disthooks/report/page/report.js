@@ -4,17 +4,20 @@ const about = given.about ?? {};
 const verdict = given.verdict ?? {};
 
 function showHead() {
-  const [first, ...more] = verdict.culprits ?? [];
+  const culprits = verdict.culprits ?? [];
+  const headline = verdict.headline ?? "No step is logged yet.";
+  const first = culprits.find((each) => each.text === headline);
+  const more = culprits.filter((each) => each !== first);
   byId("head").replaceChildren(
-    element("h1", {}, given.name ?? "A run"),
-    element("ul", { class: "chips", "aria-label": "What ran" }, ...chipsOf()),
-    element("p", { class: "sentence", id: "verdict" }, first?.text ?? (verdict.sentences ?? [])[0] ?? "No step is logged yet."),
-    ...(first ? [element("ul", { class: "evidence" }, ...(first.evidence ?? []).map((text) => element("li", {}, text)))] : []),
+    element("p", { class: "file" }, given.name ?? "A run"),
+    element("h1", { class: "verdict", id: "verdict" }, headline),
+    ...(first?.evidence?.length ? [element("ul", { class: "evidence" }, ...first.evidence.map((text) => element("li", {}, text)))] : []),
     ...(first?.advice ? [element("p", { class: "advice" }, element("b", {}, "What to do: "), first.advice)] : []),
     ...more.slice(0, 4).map((each) => element("p", { class: "then" }, each.text)),
     ...(more.length > 4 ? [element("p", { class: "then" }, `${more.length - 4} more are in the table of what happened.`)] : []),
-    ...(first ? verdict.sentences ?? [] : (verdict.sentences ?? []).slice(1)).map((text) => element("p", { class: "then" }, text)),
+    ...(verdict.sentences ?? []).map((text) => element("p", { class: "then" }, text)),
     ...(given.notes ?? []).map((text) => element("p", { class: "note warning" }, text)),
+    element("ul", { class: "chips", "aria-label": "What ran" }, ...chipsOf()),
     tileGrid((given.tiles ?? []).map((each) => tile(each.title, each.figure, each.note))),
     ...(given.other ? [element("p", { class: "note" }, "The dashed lines are of ", element("b", {}, given.other.name ?? "the other run"), ".")] : []),
   );
@@ -38,7 +41,9 @@ function chipsOf() {
 // The lines of the other run stand at the same steps, dashed.
 function withOther(made) {
   const other = (given.other?.curves ?? []).find((each) => each.title === made.title);
-  const lines = made.lines.map((line, number) => ({ ...line, ink: INKS[number % INKS.length] }));
+  const hasNamed = made.lines.some((line) => line.is_named);
+  const ink = (line, number) => (line.is_named ? "var(--bad)" : line.is_rank && (hasNamed || made.lines.length > INKS.length) ? "var(--faint)" : INKS[number % INKS.length]);
+  const lines = made.lines.map((line, number) => ({ ...line, ink: ink(line, number) })).sort((one, other) => Number(Boolean(one.is_named)) - Number(Boolean(other.is_named)));
   if (!other) return { ...made, lines };
   const places = new Map((given.other.steps ?? []).map((step, place) => [step, place]));
   const dashed = other.lines.slice(0, 1).map((line) => ({ label: "the other run", dashed: true, ink: "var(--text)",
@@ -50,7 +55,9 @@ function showSection(id) {
   const found = (given.curves ?? []).filter((each) => each.section === id);
   const box = document.querySelector(`#${id} .charts`);
   if (found.length) byId(id).hidden = false;
-  for (const made of found) box.append(chart(withOther(made)));
+  for (const made of found.filter((each) => each.lines)) box.append(chart(withOther(made)));
+  const sentences = found.filter((each) => each.sentence).map((each) => each.sentence);
+  if (sentences.length) box.after(element("p", { class: "note" }, sentences.join(" ")));
 }
 
 function tableOf(heads, rows) {
