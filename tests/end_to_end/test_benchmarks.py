@@ -357,11 +357,14 @@ def test_faults_in_training_are_named(out: pathlib.Path) -> None:
 
 def test_healthy_trainings_are_blamed_for_nothing(out: pathlib.Path) -> None:
     kinds = ["critic", "frozen_later", "unfrozen_later", "mask_of_infinity", "stochastic_depth", "warm_restarts"]
-    found = written("healthy", out, "--kinds", *kinds, "--sets", "norm", "full", "--every", "1", "--draws", "1000")
-    assert (found["kinds"], found["trainings"]) == (6, 12)
+    port = str(free_port())
+    found = written(
+        "healthy", out, "--kinds", *kinds, "--sets", "full", "--every", "1", "--draws", "1000", "--port", port
+    )
+    assert (found["kinds"], found["trainings"], found["ranks"]) == (6, 12, [1, 2])
     assert found["sentences_that_blame"] == 0, found["blames"]
     whole = json.loads((ROOT / "benchmarks" / "results" / "healthy.json").read_text())
-    assert (whole["kinds"], whole["trainings"], whole["sentences_that_blame"]) == (54, 486, 0)
+    assert (whole["kinds"], whole["trainings"], whole["sentences_that_blame"]) == (54, 972, 0)
     assert whole["sentences_about_draws"] <= whole["steps_drawn"] / 100_000
 
 

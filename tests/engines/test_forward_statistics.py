@@ -60,6 +60,7 @@ def _truth(ranks: int, micro: int) -> dict[str, Any]:
     found: dict[str, Any] = {"loss": sum(means) / ranks}
     if ranks > 1:
         found |= {"loss/max_rank": max(means), "loss/argmax_rank": means.index(max(means))}
+        found["loss/of_ranks"] = {str(rank): mean for rank, mean in enumerate(means)}
     for name in LEAVES:
         both = [each for rank in range(ranks) for each in seen[rank][name]]
         largest = [max(float(each.detach().abs().max()) for each in seen[rank][name]) for rank in range(ranks)]
@@ -96,6 +97,8 @@ def test_every_engine_equals_one_process(ranks: Ranks, engine: str, micro: int) 
         assert records[1]["activation_rms/module/mid.2"] != records[0]["activation_rms/module/mid.2"]
         assert records[1]["forward_seconds/max_rank"] >= records[1]["forward_seconds"] > 0
         assert records[1]["backward_seconds"] > 0
+        seconds = records[1]["forward_seconds/of_ranks"]
+        assert (list(seconds), max(seconds.values())) == (["0", "1"], records[1]["forward_seconds/max_rank"])
 
 
 @pytest.mark.parametrize("engine", ["plain", "dp"])

@@ -241,6 +241,8 @@ def _spread(norms: list[float], suffix: str) -> dict[str, Any]:
         "argmax_rank": norms.index(max(norms)),
         "outlier_rank": None,
     }
+    if not suffix and len(norms) > 1:
+        found["of_ranks"] = {str(rank): norm for rank, norm in enumerate(norms)}
     return {f"grad_norm/{name}{suffix}": value for name, value in found.items()}
 
 
@@ -303,8 +305,9 @@ def _row(norms: list[float]) -> dict[str, Any]:
     for place, norm in enumerate(norms):
         seen = [LocalStats(norms=(torch.tensor(norm, dtype=torch.float64),))]
         locals_.append(Local([], [], seen, [[0]], place, len(norms), torch.device("cpu")))
-    sums, peaks = spread.measures()
+    sums, peaks, each = spread.measures()
     rows = {
+        each: torch.stack([each.local(part) for part in locals_]).sum(0)[None],
         sums: torch.stack([sums.local(part) for part in locals_]).sum(0)[None],
         peaks: torch.stack([peaks.local(part) for part in locals_]).amax(0)[None],
     }
@@ -321,6 +324,8 @@ def test_an_outlier_is_measured_by_the_others() -> None:
     assert _row([1.0, 100.0])["outlier"] is None  # which of the two?
     assert _row([1.0])["outlier"] is None
     assert _row([1.0] * 50 + [1.6])["outlier"] == 60
+    assert _row(even)["of_ranks"] == {str(10 + place): norm for place, norm in enumerate(even)}
+    assert "of_ranks" not in _row([1.0] * 17)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
