@@ -102,10 +102,10 @@ MUTATIONS = (
         "config/source.py", "line: int = node.start_mark.line", "line: int = node.end_mark.line", "tests/unit/config"
     ),
     Mutation(
-        "run/launcher/failure_report.py",
-        'min(failed, key=lambda rank: (_ORDER[rank.fate], rank.values.get("ended", 0.0)), default=None)',
-        "next(iter(failed), None)",
-        "tests/end_to_end/test_launch.py",
+        "run/worker.py",
+        "if path and not os.path.exists(path):",
+        "if not path:",
+        "tests/end_to_end/test_worker.py",
     ),
     Mutation("predict/hardware/allocator.py", "MIN_BLOCK = 512", "MIN_BLOCK = 256", "tests/unit/predict"),
     Mutation(

@@ -1,6 +1,6 @@
 """``python -m disthooks.run``."""
 
-from disthooks.run.launcher.worker import main
+from disthooks.run.worker import main
 
 if __name__ == "__main__":
     main()

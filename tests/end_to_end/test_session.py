@@ -20,8 +20,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, MatchError, UsageError
-from disthooks.run.launcher import failure_report
-from disthooks.run.launcher.session import Session
+from disthooks.run.session import Session
 from tests.support.jobs.started import RUN, job
 
 HOOKS = """
@@ -403,8 +402,8 @@ def test_lbfgs_goes_on_and_its_tensors_are_saved(start: Starts, watch: str, caps
 def test_a_reference_beside_the_wrapped_model_is_left_alone(
     start: Starts, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("disthooks.run.launcher.optimizers.launched_world_size", lambda: 2)
-    monkeypatch.setattr("disthooks.run.launcher.optimizers.reason_alone", lambda: None)
+    monkeypatch.setattr("disthooks.run.optimizers.launched_world_size", lambda: 2)
+    monkeypatch.setattr("disthooks.run.optimizers.reason_alone", lambda: None)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/pg", rank=0, world_size=1)
     try:
         session = start("watch: {every: 1, stats: [{kind: Norm}]}")
@@ -480,15 +479,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_fork_that_trains_loses_no_record_and_one_that_is_stopped_is_not_the_rank(tmp_path: pathlib.Path) -> None:
+def test_a_fork_that_trains_loses_no_record(tmp_path: pathlib.Path) -> None:
     (tmp_path / "disthooks.yaml").write_text(
         "watch: {every: 1, stats: [{kind: Norm}], sinks: [{kind: Jsonl, path: log.jsonl}]}"
     )
     (tmp_path / "forks.py").write_text(FORKS)
     done = job([*RUN, "forks.py"], tmp_path)
     assert [each["step"] for each in done.logged()] == [0, 1, 2]
-    assert "watched 3 steps" in done.err
-    assert [rank.fate for rank in failure_report.read(tmp_path / "records")] == ["killed"]
+    assert done.err.count("watched 3 steps") == 1
 
 
 LIGHTNING = """

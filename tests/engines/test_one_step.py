@@ -20,7 +20,7 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.errors import AttachError, MatchError, UsageError
 from disthooks.grads.attachment import Gradients
-from disthooks.run.launcher.session import Session
+from disthooks.run.session import Session
 from tests.support.engines import FIRST, close, whole
 from tests.support.models import identical
 from tests.support.ranks.harness import Ranks

@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def test_a_section_in_its_file_is_refused_and_a_key_further_in_is_lost(tmp_path: pathlib.Path) -> None:
-    """Why ``disthooks launch`` refuses the section, and why it is not inside ``fsdp_config``."""
+    """Why the configuration is a file of its own, and not in accelerate's, nor inside ``fsdp_config``."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     file = tmp_path / "accelerate.yaml"

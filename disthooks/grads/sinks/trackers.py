@@ -240,7 +240,7 @@ class _Metrics(OpenSink):
 
 
 #: The accelerators that ``disthooks.integrations.accelerate`` was given, and those that a script has made under
-#: ``disthooks launch``. A model has no reference to its accelerator.
+#: ``disthooks.run``. A model has no reference to its accelerator.
 known_accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""The command line: all commands in one app, and ``disthooks launch``, which passes its arguments on unread."""
+"""The command line: all commands in one app."""
 
 # [Note: the command line waits for no torch]
 # Importing torch takes more than a second, and `disthooks --help` should answer at once. So no file of a command
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import typer
-from typer.core import TyperCommand
 
 from disthooks import __version__
 from disthooks.errors import DisthooksError, as_line
@@ -24,14 +23,6 @@ from disthooks.run.cli.report import report
 from disthooks.run.cli.watch import watch
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Untouched(TyperCommand):
-    """A command that reads none of its own arguments, not even ``--help`` or ``--``: they are the launcher's."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return []
 
 
 def _with_short_errors(command: F) -> F:
@@ -49,17 +40,6 @@ def _with_short_errors(command: F) -> F:
             raise typer.Exit(2 if command is diff else 1) from None
 
     return cast(F, run)
-
-
-def launch(words: typer.Context) -> None:
-    """Start a script under accelerate (or torchrun, deepspeed) with its hooks: launch [LAUNCHER] OPTIONS SCRIPT ARGS.
-
-    LAUNCHER is torchrun, deepspeed or accelerate; without one it is accelerate. Every argument after "launch" goes to
-    the launcher as it is, and every argument after the script goes to the script.
-    """
-    from disthooks.run.launcher import main
-
-    raise typer.Exit(main(list(words.args)))
 
 
 def _version(wanted: bool) -> None:
@@ -88,7 +68,6 @@ def _whole(
 
 for _command in (check, explain, report, watch, diff):
     app.command(context_settings=_HELP)(_with_short_errors(_command))
-app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
 
 # Typer has its own copy of click since 0.16 and does not export it, so the base class of its errors is taken from one
 # of them.

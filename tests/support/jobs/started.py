@@ -15,8 +15,9 @@ from tests.support import ROOT
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LAUNCH = (sys.executable, "-m", "disthooks.run.launcher")
 RUN = (sys.executable, "-m", "disthooks.run")
+#: disthooks.run, and each rank writes what became of its hooks.
+RECORDED = "tests.support.jobs.recorded"
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,14 @@ class Job:
         return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
 
     def records(self) -> list[dict[str, Any]]:
-        """What each rank left."""
-        return [json.loads(path.read_text()) for path in sorted((self.folder / "records").glob("*.json"))]
-
-    def story(self) -> str:
-        """What disthooks launch said at the end."""
-        return self.err[self.err.rfind("\ndisthooks: rank") + 1 :]
+        """What became of the hooks of each rank."""
+        return [json.loads(path.read_text()) for path in sorted((self.folder / "records").glob("rank-*.json"))]
 
 
 def start(command: Sequence[object], folder: pathlib.Path, **more: str) -> subprocess.Popen[str]:
     """Start a job in ``folder``; it is not waited for."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "DISTHOOKS_CONFIG")}
-    env = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTHOOKS_RECORDS": str(folder / "records")} | more
+    env = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
     words = [str(word) for word in command]
     return subprocess.Popen(words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -71,16 +68,3 @@ def ended(process: subprocess.Popen[str], folder: pathlib.Path, timeout: float =
 def job(command: Sequence[object], folder: pathlib.Path, **more: str) -> Job:
     """Run a job to its end."""
     return ended(start(command, folder, **more), folder)
-
-
-def left(folder: pathlib.Path) -> list[str]:
-    """Command lines of processes of a job that still run."""
-    mark = f"DISTHOOKS_RECORDS={folder / 'records'}".encode()
-    found = []
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in process.joinpath("environ").read_bytes():
-                found.append(process.joinpath("cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found

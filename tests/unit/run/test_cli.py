@@ -9,7 +9,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ FROZEN = {
         *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
         *("--batch", "--seq", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
     ],
-    "launch": [],
     "report": ["path", "--output/-o", "--compare", "--json"],
     "watch": ["path", "--once", "--every"],
 }
@@ -73,10 +71,9 @@ def test_errors_are_one_line_and_exit_codes_are_told(tmp_path: pathlib.Path) -> 
 def test_every_command_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     for name in FROZEN:
         for flag in ("--help", "-h"):
-            if name != "launch":  # whose flags are the launcher's
-                assert cli_app.run([name, flag] if name else [flag]) == 0
-                assert "-h, --help" in (said := capsys.readouterr().out)
-                assert name != "explain" or "nothing runs" in said
+            assert cli_app.run([name, flag] if name else [flag]) == 0
+            assert "-h, --help" in (said := capsys.readouterr().out)
+            assert name != "explain" or "nothing runs" in said
     assert cli_app.run([]) == 2
     assert "Commands:" in capsys.readouterr().out
     assert dh.__version__ in run("--version").stdout
@@ -153,25 +150,6 @@ def test_without_typer_it_says_how_to_get_it() -> None:
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False, env=ENV)
     assert done.returncode == 1
     assert done.stderr == "disthooks: error: the command line needs typer and rich: pip install 'disthooks[cli]'\n"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["--help"],
-        ["-h"],
-        ["torchrun", "--nproc-per-node", "2", "train.py", "--json", "--version", "-h", "--", "--x=1", "a b", ""],
-        ["--", "--config_file", "x.yaml", "train.py"],
-    ],
-)
-def test_launch_hands_every_word_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[str]] = []
-    stand_in = types.ModuleType("disthooks.run.launcher")
-    stand_in.main = lambda argv: given.append(argv) or 7  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "disthooks.run.launcher", stand_in)
-    run("launch", *words, code=7)
-    assert given == [words]
 
 
 def test_docs_have_every_command() -> None:

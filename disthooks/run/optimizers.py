@@ -148,8 +148,8 @@ def started_alone() -> str | None:
         return None
     return (
         "WARNING: accelerate was told to start several processes and started this one alone: on CPUs it leaves the "
-        "others to mpirun. This is one process's training. disthooks launch starts all of them; so does accelerate "
-        "launch --multi_gpu with ACCELERATE_USE_CPU=true"
+        "others to mpirun. This is one process's training. To start all of them, use accelerate launch --multi_gpu "
+        "with ACCELERATE_USE_CPU=true, or torchrun"
     )
 
 

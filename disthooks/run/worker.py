@@ -5,11 +5,16 @@
 # dataclasses and the spawn method of multiprocessing look up names in `__main__`. `runpy` is not enough: it removes the
 # module when the script ends, while threads and exit functions still use it. A traceback begins at the script's own
 # first frame.
+#
+# [Note: the launcher's error file]
+# torchrun names a file for each worker, and its report at the end of the job is made of these files. A script that has
+# torch's ``@record`` writes it; for all others the worker does, and it turns on faulthandler, as ``@record`` does.
 
 from __future__ import annotations
 
 import builtins
 import difflib
+import faulthandler
 import importlib.machinery
 import importlib.util
 import io
@@ -21,13 +26,13 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NoReturn
 
 from disthooks.config.locate import ConfigLocation, locate_config, read_plan
 from disthooks.config.source import VARIABLE
 from disthooks.errors import DisthooksError, UsageError, as_line
-from disthooks.run.launcher import failure_report
-from disthooks.run.launcher.session import Session
+from disthooks.run.session import Session
 
 USAGE = """usage: python -m disthooks.run [--hooks FILE] [--] SCRIPT ARGS...
        python -m disthooks.run [--hooks FILE] -m MODULE ARGS...
@@ -166,6 +171,7 @@ def _first_on_path(folder: str) -> None:
 
 
 _FAULTY = 2
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -175,7 +181,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UsageError as error:
         print(f"{as_line(error)}\n{USAGE}", file=sys.stderr)
         sys.exit(_FAULTY)
-    record = failure_report.RankRecord(os.environ.get(failure_report.VARIABLE) or None)
     try:
         check_target(command.target, command.module)
         location = configuration(command)
@@ -183,37 +188,53 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             os.environ[VARIABLE] = os.path.abspath(command.hooks)
         session = Session(read_plan(location), location, command.hooks)
     except DisthooksError as error:
-        record.end("configuration", error)
         print(as_line(error), file=sys.stderr)
         sys.exit(_FAULTY)
     session.arm()
-    record.catch_signals()
-    _run(command, record, session)
+    if _ERROR_FILE in os.environ:  # see [Note: the launcher's error file]
+        faulthandler.enable()
+    _run(command, session)
 
 
-def _run(command: Command, record: failure_report.RankRecord, session: Session) -> NoReturn:
-    """Run the script, and write the record, which has the outcomes of the hooks if the script ends well."""
+def _run(command: Command, session: Session) -> NoReturn:
+    """Run the script, take the hooks off, and end as the script ends."""
     here = os.getpid()
     try:
         execute(command)
     except SystemExit as error:
-        code = error.code or 0 if error.code is None or isinstance(error.code, int) else 1
-        more = session.finish(here, failed=bool(code))
-        record.end("exit" if code else "finished", error if code else None, code, **more)
+        session.finish(here, failed=error.code not in (None, 0))
         raise
-    except KeyboardInterrupt as error:
-        record.end("interrupted", error)
+    except KeyboardInterrupt:
         session.finish(here, failed=True)
         raise
     except BaseException as error:
-        # The record is written first, with the time of the error: taking the hooks off may wait for the device.
-        record.end("exception", error)
-        trace = failure_report.shortened(error)
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        # The file is written first, with the time of the error: taking the hooks off may wait for the device.
+        trace = _of_script(error)
+        error = error.with_traceback(trace)
+        if os.getpid() == here:
+            _write_error_file(error)
+        sys.excepthook(type(error), error, trace)
         session.finish(here, failed=True)
         sys.exit(1)
-    record.end("finished", None, 0, **session.finish(here))
+    session.finish(here)
     sys.exit(0)
+
+
+def _of_script(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` from the script's first frame on, as Python would show it without disthooks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _write_error_file(error: BaseException) -> None:
+    """See [Note: the launcher's error file]."""
+    path = os.environ.get(_ERROR_FILE)
+    if path and not os.path.exists(path):  # no @record in the script
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def configuration(command: Command) -> ConfigLocation:

@@ -34,9 +34,9 @@ from disthooks.config.agree import reason_alone
 from disthooks.config.locate import ConfigLocation, engine_config, locate_config, read_plan
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
-from disthooks.run.launcher.attachment import Attachments, SaveEntries, summary_lines
-from disthooks.run.launcher.optimizers import ScriptOptimizers, calls_closure_again, engine_to_attach, started_alone
-from disthooks.run.launcher.patches import FrameworkPatches, TorchPatches, only_fills_state
+from disthooks.run.attachment import Attachments, SaveEntries, summary_lines
+from disthooks.run.optimizers import ScriptOptimizers, calls_closure_again, engine_to_attach, started_alone
+from disthooks.run.patches import FrameworkPatches, TorchPatches, only_fills_state
 
 
 class Session:
