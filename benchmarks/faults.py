@@ -492,9 +492,9 @@ def false_in(faults: tuple[Fault, ...], culprit: Culprit) -> list[str]:
 
 
 def found_in(file: pathlib.Path) -> list[Culprit]:
-    """The culprits of the run in ``file``."""
+    """The culprits of the run in ``file``, without what is noted, which is no fault."""
     (run,) = read(file).runs
-    return timeline(run).culprits
+    return [culprit for culprit in timeline(run).culprits if culprit.kind != "noted"]
 
 
 #: There is no gradient of one rank in fully_shard's model, and DeepSpeed gives all ranks the weights of the first one.

@@ -198,8 +198,8 @@ def said(run: Run, event: Event, names_rank: bool = True) -> str:
     where = f" of {of}" if of else ""
     whose = "that of the other ranks," if math.isnan(event.most) else "its usual"
     usual = f"{times(event.factor)} {whose} {event.usual:.4g}"
-    if not event.has_ratio and not math.isnan(event.most):
-        usual = f"at most {event.most:.4g} before"
+    if not event.has_ratio:
+        usual = f"{whose} {event.usual:.4g}" if math.isnan(event.most) else f"at most {event.most:.4g} before"
     return f"{name}{where} was {event.value:.4g}{on}, {usual}"
 
 

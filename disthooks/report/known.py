@@ -89,12 +89,17 @@ def _faulty(run: Run, outputs: torch.Tensor) -> tuple[torch.Tensor, list[Culprit
     first = outputs.gather(0, known.int().argmax(0)[None])[0] > 0
     harmless = [record.nonfinite == 0 and math.isfinite(record.loss or 0.0) for record in run.records]
     noted = (outputs > 0) & (first | torch.tensor(harmless)[:, None])
-    told = []
-    for place in [place for place in run.order["module"] if noted[:, place].any()][:_ROWS]:
+    told, places = [], [place for place in run.order["module"] if noted[:, place].any()]
+    masks = [run.names["module"][place] for place in places if first[place]]
+    if masks:
+        whose = f"the output of {masks[0]} has" if len(masks) == 1 else f"the outputs of {len(masks)} modules have"
+        names = "" if len(masks) == 1 else f" ({', '.join(masks[:_ROWS])}{', ...' if len(masks) > _ROWS else ''})"
+        what = f"{whose} infinite or NaN elements from the first record on, as masks do{names}"
+        told.append(made("noted", (run.steps[0],) * 2, masks[0], None, what))
+    for place in [place for place in places if not first[place]][:_ROWS]:
         name, at = run.names["module"][place], int(noted[:, place].int().argmax())
         count = f"{float(outputs[at, place]):,.0f} elements of the output of {name} are infinite or NaN"
-        since = ", as in a mask" if first[place] else ", and the gradients are finite"
-        told.append(made("noted", (run.steps[at],) * 2, name, None, f"{count}{since}"))
+        told.append(made("noted", (run.steps[at],) * 2, name, None, f"{count}, and the gradients are finite"))
     return outputs.masked_fill(noted, 0.0), told
 
 

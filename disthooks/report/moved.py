@@ -152,13 +152,14 @@ class Scores:
         order: for gradients the parameters in the order in which forward came to them: then a number is compared
             without what those behind it do. See [Note: the batch moves all gradients].
         many: how many numbers of a step are looked at in all.
+        has_signs: whether the numbers have no ratio to what is usual; so it is if one of them is below 0.
 
     >>> list(Scores(torch.tensor([1.0, 1.25, 0.75] * 10 + [50.0])[:, None]).jumps(0.7, 8.0))
     [Jump(at=30, place=0, usual=1.0, least=0.75, most=1.25, has_ratio=True)]
     """
 
-    def __init__(self, values: torch.Tensor, order: Sequence[int] = (), many: int = 1) -> None:
-        self.has_signs = bool((values < 0).any())
+    def __init__(self, values: torch.Tensor, order: Sequence[int] = (), many: int = 1, has_signs: bool = False) -> None:
+        self.has_signs = has_signs or bool((values < 0).any())
         self._logs = values.double() if self.has_signs else values.double().log10()
         self._logs = self._logs.masked_fill(~self._logs.isfinite() | (values == 0), math.nan)
         self._order, self._least = list(order), _LEAST[0]
@@ -226,11 +227,17 @@ class Scores:
         return torch.where(is_known, block - median, math.nan) / deviation.clamp(min=least)
 
     def _window(self, begin: int, columns: torch.Tensor) -> torch.Tensor:
-        """The distances of the steps that a block is compared with."""
+        """The distances of the steps that a block is compared with.
+
+        A gradient that was zero in many of them has too few without what those behind it did, so they are with it.
+        """
         first = max(0, begin - _WINDOW)
-        if self._order:
-            return torch.cat([self.distance(at)[:, columns] for at in range(first, begin, BLOCK)])
-        return self._logs[first:begin, columns] - self._usual[begin][columns]
+        whole = self._logs[first:begin, columns] - self._usual[begin][columns]
+        if not self._order:
+            return whole
+        found = torch.cat([self.distance(at)[:, columns] for at in range(first, begin, BLOCK)])
+        is_few = (found.isfinite().sum(0) < WARM_UP) & (begin >= 2 * WARM_UP)
+        return torch.where(is_few, whole, found)
 
     def _by_chance(self, begin: int, columns: torch.Tensor) -> torch.Tensor:
         """How many usual deviations a number may be above the others by chance: an approximation of Student's t."""
@@ -281,9 +288,10 @@ def _of_signal(run: Run, signal: Signal, many: int) -> Iterator[Event]:
     if grads is not None:
         values = values.masked_fill(~(grads > 0), math.nan)
     own, others = Scores(values), others_of(run, "loss") if signal.name == "loss/max_rank" else None
-    if own.has_signs:
-        others = None  # a number that may be below 0 has no ratio to another
-    found = Scores(values if others is None else values / others, run.order["param"] if is_grad else (), many)
+    if others is None:
+        found = Scores(values, run.order["param"] if is_grad else (), many)
+    else:  # a loss that may be below 0 has no ratio to another
+        found = Scores(values - others if own.has_signs else values / others, (), many, own.has_signs)
     peaks = run.labels(f"{signal.name}_step") if signal.name.endswith("/peak") else None
     has_ranks = bool(signal.rank) and (run.ranks or 2) > 1
     ranks = values_of(run, signal.of, signal.rank) if has_ranks else None
@@ -317,8 +325,8 @@ def others_of(run: Run, name: str, place: int | None = None, of: str = "param") 
         return torch.full((len(run.records), 1), math.nan, dtype=torch.float64)
     at = 0 if place is None else place
     ranks = max(2, run.ranks or 2)
-    others: torch.Tensor = ((mean[:, [at]] * ranks - most[:, [at]]) / (ranks - 1)).clamp(min=0.0)
-    return others
+    others: torch.Tensor = (mean[:, [at]] * ranks - most[:, [at]]) / (ranks - 1)
+    return others if name == "loss" else others.clamp(min=0.0)
 
 
 def stops(values: torch.Tensor) -> list[tuple[int, int]]:

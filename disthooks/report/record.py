@@ -27,6 +27,7 @@ NO_JSON = "it is no JSON"
 Number = float | None
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
+_RankText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _FINGERPRINT = re.compile("([0-9a-f]{16})+")
 _UNLIKE = {
     "missing": "is missing",
@@ -36,6 +37,7 @@ _UNLIKE = {
     "string_unicode": "is no text",
     "list_type": "is no list",
     "model_type": "is no object",
+    "dict_type": "is no object",
 }
 
 
@@ -96,7 +98,7 @@ def _rank(name: str) -> _Field[int | None]:
 
 def _of_ranks(name: str) -> _Field[Mapping[str, float | None]]:
     """The number of each rank, by the rank."""
-    return _Field(f"{name}/of_ranks", dict[str, Number], {})
+    return _Field(f"{name}/of_ranks", dict[_RankText, Number], {})
 
 
 class Record(dict[str, Any]):
@@ -198,6 +200,8 @@ def _value(name: str, value: Any) -> Any:
             raise ValueError(f"{name} is no whole number")
     elif isinstance(value, list) and name in (Record.loop_lr.name, Record.loop_weight_decay.name):
         return [None if each in ("nan", "inf", "-inf") else each for each in value]
+    elif isinstance(value, dict) and name.endswith("/of_ranks"):
+        return {rank: float(each) if each in ("nan", "inf", "-inf") else each for rank, each in value.items()}
     elif isinstance(value, int) and abs(value) >= 2**1000:  # which is no float
         raise ValueError(f"{name} is out of range")
     return float(value) if value in ("nan", "inf", "-inf") else value

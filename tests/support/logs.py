@@ -63,6 +63,7 @@ def log(file: pathlib.Path, steps: int, layers: int, ranks: int = 2, evil: str =
                     "grad_norm": "nan",
                     "nonfinite_at": [{"param": params[-1], "rank": 1}],
                     "nonfinite_ranks": [1],
+                    "grad_norm/of_ranks": {"0": 1.0, "1": "nan"},
                 }
             bad = [1.0 if at == steps - 2 and i == 0 else 0.0 for i in range(layers)]
             record["param"] = {
