@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Generic, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -27,7 +27,7 @@ NO_JSON = "it is no JSON"
 Number = float | None
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
-_RankText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_NOT_FINITE = ("nan", "inf", "-inf")
 _FINGERPRINT = re.compile("([0-9a-f]{16})+")
 _UNLIKE = {
     "missing": "is missing",
@@ -37,7 +37,6 @@ _UNLIKE = {
     "string_unicode": "is no text",
     "list_type": "is no list",
     "model_type": "is no object",
-    "dict_type": "is no object",
 }
 
 
@@ -96,11 +95,6 @@ def _rank(name: str) -> _Field[int | None]:
     return _Field(name, Rank | None, None)
 
 
-def _of_ranks(name: str) -> _Field[Mapping[str, float | None]]:
-    """The number of each rank, by the rank."""
-    return _Field(f"{name}/of_ranks", dict[_RankText, Number], {})
-
-
 class Record(dict[str, Any]):
     """The entries that a log has of one step, by name. Each entry that a detector reads is a field with a type.
 
@@ -117,7 +111,6 @@ class Record(dict[str, Any]):
     about = _Field[dict[str, Any] | None]("about", About, None)
     names = _Field[dict[str, Any] | None]("names", Names, None)
     loss = _number("loss")
-    loss_of_ranks = _of_ranks("loss")
     loss_max_rank = _number("loss/max_rank")
     loss_argmax_rank = _rank("loss/argmax_rank")
     grad_norm = _number("grad_norm")
@@ -127,10 +120,6 @@ class Record(dict[str, Any]):
     grad_norm_max_rank = _number("grad_norm/max_rank")
     grad_norm_mean_rank = _number("grad_norm/mean_rank")
     grad_norm_argmax_rank = _rank("grad_norm/argmax_rank")
-    grad_norm_of_ranks = _of_ranks("grad_norm")
-    input_seconds_of_ranks = _of_ranks("input_seconds")
-    forward_seconds_of_ranks = _of_ranks("forward_seconds")
-    backward_seconds_of_ranks = _of_ranks("backward_seconds")
     nonfinite = _number("nonfinite")
     nonfinite_at = _Field[Sequence[dict[str, Any]]]("nonfinite_at", list[Place], ())
     nonfinite_ranks = _Field[Sequence[int]]("nonfinite_ranks", list[Rank], ())
@@ -199,12 +188,27 @@ def _value(name: str, value: Any) -> Any:
         if value is not None and (type(value) is not int or abs(value) >= 2**53):
             raise ValueError(f"{name} is no whole number")
     elif isinstance(value, list) and name in (Record.loop_lr.name, Record.loop_weight_decay.name):
-        return [None if each in ("nan", "inf", "-inf") else each for each in value]
-    elif isinstance(value, dict) and name.endswith("/of_ranks"):
-        return {rank: float(each) if each in ("nan", "inf", "-inf") else each for rank, each in value.items()}
+        return [None if each in _NOT_FINITE else each for each in value]
+    elif name.endswith("/of_ranks"):
+        return _of_ranks(name, value)
     elif isinstance(value, int) and abs(value) >= 2**1000:  # which is no float
         raise ValueError(f"{name} is out of range")
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    return float(value) if value in _NOT_FINITE else value
+
+
+def _of_ranks(name: str, value: Any) -> dict[str, float | None]:
+    """The number of each rank."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object")
+    for rank, found in value.items():
+        if not rank.isdecimal() or not (
+            found is None
+            or isinstance(found, float)
+            or (type(found) is int and abs(found) < 2**53)
+            or found in _NOT_FINITE
+        ):
+            raise ValueError(f"{name}.{rank} is no number of a rank")
+    return {rank: None if found is None else float(found) for rank, found in value.items()}
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -243,5 +247,5 @@ def packed(column: list[Any]) -> array[float]:
 
 def _cell(value: Any) -> float:
     if not isinstance(value, (int, float)):
-        return math.inf if value in ("nan", "inf", "-inf") else math.nan
+        return math.inf if value in _NOT_FINITE else math.nan
     return float(value) if math.isfinite(value) else math.inf
