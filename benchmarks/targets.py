@@ -121,5 +121,4 @@ def of_codecs(results: Mapping[str, Mapping[str, Mapping[str, float]]], copy: fl
                 name = f"{codec} {way}"
                 worst[name] = min(worst.get(name, float("inf")), moved / copy)
     for name, share in worst.items():
-        if not name.startswith("Compress"):  # of the host
-            yield target(f"{name}: 70% of copy bandwidth", round(share, 3), share >= 0.7)
+        yield target(f"{name}: 70% of copy bandwidth", round(share, 3), share >= 0.7)

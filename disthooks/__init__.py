@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from disthooks.grads.rules.adaptive import ClipAdaptive, ClipPercentile, ClipZScore
     from disthooks.grads.rules.base import only
     from disthooks.grads.rules.clip import ClipNorm, ClipValue
-    from disthooks.grads.rules.elementwise import Noise, Sanitize, Scale
+    from disthooks.grads.rules.elementwise import Sanitize, Scale
     from disthooks.grads.rules.skip import SkipNonFinite
     from disthooks.grads.rules.spike import SkipSpike
     from disthooks.predict.explain import explain
@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from disthooks.saved.attach import save_activations, saving
     from disthooks.saved.codecs.cast import Cast
     from disthooks.saved.codecs.compact import Compact
-    from disthooks.saved.codecs.compress import Compress
     from disthooks.saved.codecs.quantize import Quantize
     from disthooks.saved.fit import fit
     from disthooks.saved.recompute.verify import Recompute
@@ -100,9 +99,7 @@ __all__ = [
     "ClipValue",
     "ClipZScore",
     "Compact",
-    "Compress",
     "Functions",
-    "Noise",
     "OnCpu",
     "OnDevice",
     "OnDisk",

@@ -9,7 +9,6 @@ KINDS: dict[str, dict[str, str]] = {
     "codec": {
         "Cast": "disthooks.saved.codecs.cast:Cast",
         "Compact": "disthooks.saved.codecs.compact:Compact",
-        "Compress": "disthooks.saved.codecs.compress:Compress",
         "Quantize": "disthooks.saved.codecs.quantize:Quantize",
     },
     "engine": {
@@ -30,7 +29,6 @@ KINDS: dict[str, dict[str, str]] = {
         "ClipPercentile": "disthooks.grads.rules.adaptive:ClipPercentile",
         "ClipValue": "disthooks.grads.rules.clip:ClipValue",
         "ClipZScore": "disthooks.grads.rules.adaptive:ClipZScore",
-        "Noise": "disthooks.grads.rules.elementwise:Noise",
         "Sanitize": "disthooks.grads.rules.elementwise:Sanitize",
         "Scale": "disthooks.grads.rules.elementwise:Scale",
         "SkipNonFinite": "disthooks.grads.rules.skip:SkipNonFinite",
@@ -57,9 +55,7 @@ KINDS: dict[str, dict[str, str]] = {
         "NoiseScale": "disthooks.grads.stats.across_ranks:NoiseScale",
         "NonFinite": "disthooks.grads.stats.nonfinite:NonFinite",
         "Norm": "disthooks.grads.stats.norms:Norm",
-        "OptimizerState": "disthooks.grads.stats.optimizer_state:OptimizerState",
         "RankMaxAbs": "disthooks.grads.stats.across_ranks:RankMaxAbs",
-        "SpikeScore": "disthooks.grads.stats.spikes:SpikeScore",
         "Spread": "disthooks.grads.stats.across_ranks:Spread",
         "Times": "disthooks.grads.stats.forward:Times",
         "Updates": "disthooks.grads.stats.updates:Updates",

@@ -194,7 +194,7 @@ def kind_names(noun: str) -> list[str]:
     """The sorted names of all kinds, those of installed packages too; no package is imported.
 
     >>> kind_names("codec")
-    ['Cast', 'Compact', 'Compress', 'Quantize']
+    ['Cast', 'Compact', 'Quantize']
     """
     return sorted({*KINDS[noun], *_registered[noun], *(point.name for point in _entry_points(noun))})
 

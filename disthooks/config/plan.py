@@ -213,7 +213,7 @@ class Plan:
         )
         lossy = [codec for _, pipeline in self.saves for codec in pipeline.codecs if codec.lossy]
         if self.exact and lossy:
-            raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
+            raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact does not")
         if self.fit and (self.budget is None or not self.saves):
             raise ConfigError("fit=True keeps 'budget' by moving what 'saves' says, and one of them is missing")
         if self.budget == FREE and not self.fit:

@@ -226,9 +226,7 @@ def _entry(
         at = (*path, "codecs", i)
         stages.append(builder.spec(codec, "codec", at)())
         if exact and stages[-1].lossy:
-            source.fail(
-                at, f": {codec['kind']} loses digits, and 'exact: true' forbids that; Compact and Compress do not"
-            )
+            source.fail(at, f": {codec['kind']} loses digits, and 'exact: true' forbids that; Compact does not")
     if names_run(entry["store"]):
         make_run(written)  # a store may open its file when it is made
     stages.append(builder.spec(entry["store"], "store", (*path, "store"))())

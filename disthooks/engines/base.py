@@ -193,10 +193,6 @@ class Shard:
         """The local part of the parameter, sharing its memory; the elements are those of :meth:`gradient`."""
         return local_part(self.parameter)
 
-    def of_state(self, state: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that the optimizer keeps for the parameter, in whatever shape it has."""
-        return local_part(state)
-
     def optimizer_gradient(self) -> torch.Tensor | None:
         """The gradient as the optimizer gets it: the whole tensor, or a DTensor that stands for it."""
         grad = self.parameter.grad

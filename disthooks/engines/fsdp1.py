@@ -239,9 +239,6 @@ class FlatShard(Shard):
         flat = self.unit.flat
         return self._of(getattr(flat, "_local_shard", flat).detach())
 
-    def of_state(self, state: torch.Tensor) -> torch.Tensor:
-        return state if self.unit.has_original else self._of(state)
-
     def optimizer_gradient(self) -> torch.Tensor | None:
         return self.gradient()  # FSDP1 has no tensor that stands for the whole gradient
 

@@ -309,8 +309,7 @@ def _grouped(groups: Any) -> dict[str, Any]:
 def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: GradientsConfig) -> Gradients:
     """Find what every step needs, once; agree with the other ranks; then put the hooks on."""
     local = [rule for rule in config.rules if _is_local(rule)]
-    observing = [rule for stat in config.stats if (rule := stat.rule()) is not None]
-    final = [*observing, *(rule for rule in config.rules if not _is_local(rule))]
+    final = [rule for rule in config.rules if not _is_local(rule)]
     parameters = engine.optimizer_parameters(step)
     indices = optimized_shards(engine, parameters)
     shards = [engine.shards[i] for i in indices]

@@ -163,7 +163,7 @@ class Gradients(Attachment):
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Hand in the loss of a micro-batch, on each rank that has one; nothing waits for it.
 
-        :class:`disthooks.stats.Loss`, :class:`disthooks.stats.SpikeScore` and :class:`disthooks.SkipSpike` use it.
+        :class:`disthooks.stats.Loss` and :class:`disthooks.SkipSpike` use it.
 
         Args:
             loss: a number, or a tensor of one element, on any device.
@@ -294,7 +294,7 @@ class Gradients(Attachment):
             raise UsageError(
                 f"{name} steps inside backward, where the gradients of the other optimizers are not there yet, and "
                 f"{', '.join(refused)} needs all of them. Rules for one gradient at a time work there: ClipValue, "
-                "Scale, Sanitize, Noise, a function, and in one process ClipNorm(by='parameter'). For all others step "
+                "Scale, Sanitize, a function, and in one process ClipNorm(by='parameter'). For all others step "
                 "after backward"
             )
         if self._checks.engine.reduces_late:

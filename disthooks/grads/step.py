@@ -170,13 +170,11 @@ class _Update(NamedTuple):
         result: the result so far.
         is_logged: whether the step will be logged.
         before: copies of the parameters.
-        optimizers: the optimizers that step.
     """
 
     result: StepResult
     is_logged: bool
     before: Grads
-    optimizers: tuple[Any, ...]
 
 
 class StepRunner:
@@ -252,7 +250,7 @@ class StepRunner:
                 if copy is not None and grad is not None:
                     grad.copy_(copy * scale)
         if self.plan.after.layout(is_logged).uses:
-            self._update = _Update(result, is_logged, self._copy_parameters(reuse_copies), tuple(optimizers))
+            self._update = _Update(result, is_logged, self._copy_parameters(reuse_copies))
         return result
 
     def end_step(self, result: StepResult | None) -> None:
@@ -306,8 +304,6 @@ class StepRunner:
         shards, result = self.plan.shards, update.result
         inputs = self._inputs([None] * len(shards))._replace(before=update.before, step=self._step)
         layout = self.plan.after.layout(update.is_logged)
-        if any(measure.needs_states for measure in layout.uses):
-            inputs = inputs._replace(states=[_state_of(shard.parameter, update.optimizers) for shard in shards])
         result.merged.append(collectives.reduce(self.group, layout.pack(inputs)))
         return result
 
@@ -403,11 +399,6 @@ class StepRunner:
                 )
             found = scaler._scale
         return None if found is None else scalar(found, self.device)
-
-
-def _state_of(parameter: nn.Parameter, optimizers: Sequence[Any]) -> Mapping[str, Any]:
-    found = (optimizer.state.get(parameter) for optimizer in optimizers)
-    return next((state for state in found if isinstance(state, Mapping)), {})
 
 
 def _raise_if_apart(shards: Sequence[Shard], differs: float) -> None:

@@ -24,7 +24,8 @@ from disthooks.report.record import Record
 
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
-_FIRST = 10  # records
+_FIRST = 10  # records of a new model
+_MANY = 30  # records after which ten times the median is much
 _AS_SPIKE = "the step was skipped as a spike"
 _SECONDS = re.compile(r"[_/]seconds(_per_step)?(/(max|mean)_rank)?$")
 
@@ -148,7 +149,7 @@ def _norm_said(run: Run, named: set[int]) -> Iterator[str]:
     if not peak or not peak["median"] or peak["step"] in named:
         return
     times, following = peak["norm"] / peak["median"], max(peak["next"] / peak["median"], 1.0)
-    if times > max(_MUCH if len(run.records) > _FIRST else _MUCH**2, following**2):
+    if times > max(_MUCH if len(run.records) > _MANY else _MUCH**2, following**2):
         led = f", and rank {peak['rank']} had the largest norm" if peak["rank"] is not None else ""
         yield (
             f"Step {peak['step']}: the gradient norm was {figure('', peak['norm'])}, "

@@ -207,7 +207,6 @@ RULES: dict[str, list[Any]] = {
     "value then norm": [dh.ClipValue(0.5), dh.ClipNorm(1.0)],
     "function": [shrink, dh.ClipNorm(1.0)],
     "units": [dh.SkipNonFinite(), dh.ClipAdaptive(0.5)],
-    "noise": [dh.Noise(0.1, seed=2), dh.Scale(0.5)],
 }
 RULES["adagc"] = [dh.SkipNonFinite(), dh.AdaGC(warmup_steps=1, max_norm=0.5)]
 RULES["spike"] = [dh.SkipSpike(loss=False), dh.ClipNorm({0: 0.5})]

@@ -95,64 +95,26 @@ def test_under_a_scaler_that_is_not_given_it_raises() -> None:
             scaler.step(optimizer)
 
 
-def _noisy(rank: int, engine: str, alike: bool) -> list[dict[str, torch.Tensor]]:
-    """What noise at "local" added, in two steps of two micro-batches."""
-    model = make(engine, torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    added = []
-    rules = [dh.only("embed.*", dh.Scale(0.0), at="local"), dh.only("embed.*", dh.Noise(1.0, alike=alike), at="local")]
-    with dh.gradients(model, optimizer, rules=rules):
-        for step in range(2):
-            optimizer.zero_grad()
-            for batch in range(2):
-                with unsynced(model, batch == 0):
-                    loss_of(model, step, engine, rank).backward()
-                if batch == 0 and hasattr(model, "module"):
-                    added.append({"embed.weight": model.module.embed.weight.grad.clone()})
-            optimizer.step()
-            added.append(grads_of(model))
-    return added
-
-
-@pytest.mark.dist
-def test_noise_at_local_is_alike_or_is_not(ranks: Ranks) -> None:
-    alike, apart = ranks(_noisy, "ddp", True), ranks(_noisy, "ddp", False)
-    single = _noisy(0, "plain", True)
-    sharded = ranks(_noisy, "fsdp2", True)
-    one, both = alike[0][0]["embed.weight"], alike[0][1]["embed.weight"]
-    assert torch.equal(one, alike[1][0]["embed.weight"])
-    assert close(both, single[0]["embed.weight"], 1e-12)
-    assert close(sharded[1][0]["embed.weight"], both, 1e-12)
-    assert not close(both - one, one, 0.1)  # every micro-batch has its own
-    assert not close(alike[0][3]["embed.weight"], both, 0.1)  # and every step
-    mine, theirs = (found[0]["embed.weight"] for found in apart)
-    assert not close(mine, theirs, 0.1)
-    assert abs(float((mine - theirs).std()) - math.sqrt(2)) < 0.4
-    assert close(apart[0][1]["embed.weight"], apart[1][1]["embed.weight"], 0.0)  # the mean is one
-
-
-def _whole_only(rank: int) -> list[str]:
+def _whole_only(rank: int) -> str:
     """A gradient that is itself in parts, under tensor parallelism without fully_shard."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = parallelize_module(nn.Linear(4, 6), init_device_mesh("cpu", (2,)), ColwiseParallel())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    raised = []
-    for rule in (dh.Noise(1.0), dh.ClipNorm(1.0, by="parameter")):
-        with dh.gradients(model, optimizer, rules=[dh.only("*", rule, at="local")]):
-            try:
-                model(torch.ones(2, 4)).sum().backward()
-            except dh.errors.UsageError as error:
-                raised.append(str(error))
-    return raised
+    with dh.gradients(model, optimizer, rules=[dh.only("*", dh.ClipNorm(1.0, by="parameter"), at="local")]):
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except dh.errors.UsageError as error:
+            return str(error)
+    return ""
 
 
 @pytest.mark.dist
 def test_a_local_gradient_in_parts_is_refused(ranks: Ranks) -> None:
-    for raised in ranks(_whole_only):
-        assert len(raised) == 2
-        assert all("needs the whole gradient of" in message and "DTensor" in message for message in raised)
+    for message in ranks(_whole_only):
+        assert "needs the whole gradient of" in message
+        assert "DTensor" in message
 
 
 # --- one decision

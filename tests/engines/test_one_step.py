@@ -265,7 +265,6 @@ CALM = [dh.SkipSpike(sigmas=4.0, least=2), dh.AdaGC(ratio=0.8, beta=0.5, warmup_
 
 def _watch(model: Any, optimizer: Any, batch: Any, **options: Any) -> Gradients:
     watched = [*WATCHED, stats.Loss(), stats.Activations()]
-    watched += [stats.SpikeScore(least=2), stats.OptimizerState(["exp_avg"])]
     chosen = rules() if batch is _data else CALM
     return dh.gradients(model, optimizer, rules=chosen, stats=watched, every=1, **options)
 

@@ -26,7 +26,7 @@ PLANS: list[tuple[str, list[Any], list[Any]]] = [
     ("value", [dh.ClipValue(0.05)], [stats.Norm(), stats.Activations()]),
     ("value then norm", [dh.ClipValue(0.5), dh.ClipNorm(1.0)], []),
     ("some", [dh.only("mid.*", dh.ClipNorm(0.5)), dh.only("head.*", dh.ClipValue(0.01))], [stats.Norm()]),
-    ("units, noise", [dh.SkipNonFinite(), dh.ClipAdaptive(0.5), dh.Noise(0.1)], []),
+    ("units", [dh.SkipNonFinite(), dh.ClipAdaptive(0.5)], []),
     ("history", [dh.Sanitize(), dh.ClipPercentile(50.0), dh.Scale(0.5), dh.ClipZScore(max_norm=2.0)], [stats.Norm()]),
 ]
 # What rounding in float32 moves by more than a little: differences, elements at the edge of a bin.

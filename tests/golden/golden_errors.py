@@ -59,7 +59,6 @@ def _wrong_arguments() -> dict[str, Callable[[], Any]]:
         "at_least='much'": lambda: dh.saving(dh.OnCpu(), at_least="much"),
         "Cast(int64)": lambda: dh.Cast(torch.int64),
         "Quantize(bits=3)": lambda: dh.Quantize(bits=3),  # type: ignore[arg-type]
-        "Compress('rar')": lambda: dh.Compress("rar"),  # type: ignore[arg-type]
         "OnCpu(limit='many')": lambda: dh.OnCpu(limit="many"),
         "OnDevice(limit=-1)": lambda: dh.OnDevice(limit=-1),
         "OnDisk([])": lambda: dh.OnDisk([]),
@@ -90,7 +89,6 @@ def _wrong_gradients() -> dict[str, Callable[[], Any]]:
         "ClipAdaptive(-1)": lambda: dh.ClipAdaptive(-1.0),
         "ClipPercentile(101)": lambda: dh.ClipPercentile(101.0),
         "ClipZScore(alpha=2)": lambda: dh.ClipZScore(alpha=2.0),
-        "Noise(-1)": lambda: dh.Noise(-1.0),
         "Scale(nan)": lambda: dh.Scale(float("nan")),
         "SkipNonFinite(0)": lambda: dh.SkipNonFinite(0),
         "only(at='never')": lambda: dh.only("*", dh.Scale(2.0), at="never"),  # type: ignore[arg-type]

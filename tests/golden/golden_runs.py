@@ -22,7 +22,6 @@ STEPS = 4
 STATS: dict[str, Callable[[], Any]] = {
     "Activations": lambda: dh.stats.Activations(),
     "Loss": lambda: dh.stats.Loss(),
-    "SpikeScore": lambda: dh.stats.SpikeScore(),
     "Times": lambda: dh.stats.Times(),
     "Histogram": lambda: dh.stats.Histogram(),
     "NoiseScale": lambda: dh.stats.NoiseScale(batch_size=4, per_parameter=True),
@@ -36,7 +35,6 @@ RULES: dict[str, Callable[[], Any]] = {
     "ClipValue": lambda: dh.ClipValue(0.1),
     "ClipZScore": lambda: dh.ClipZScore(warmup_steps=2),
     "ClipZScore(max_norm)": lambda: dh.ClipZScore(warmup_steps=2, max_norm=1.0),
-    "Noise": lambda: dh.Noise(0.1),
     "Sanitize": lambda: dh.Sanitize(),
     "Scale": lambda: dh.Scale(0.5),
     "SkipNonFinite": lambda: dh.SkipNonFinite(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import pathlib
 
@@ -24,17 +23,11 @@ from tests.support.models import CASES, build, identical, step
 
 LOSSLESS = {
     "Compact": lambda: (dh.Compact(),),
-    "zstd": lambda: (dh.Compress("zstd"),),
-    "lz4": lambda: (dh.Compress("lz4"),),
-    "Compact, then zstd": lambda: (dh.Compact(), dh.Compress("zstd")),
 }
 STORES = {"disk": dh.OnDisk, "cpu": lambda folder: dh.OnCpu()}
-HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))
 
 
 def lossless(name: str) -> tuple[Codec, ...]:
-    if name != "Compact" and not HAVE_LIBRARIES:
-        pytest.skip("needs disthooks[compress]")
     return LOSSLESS[name]()
 
 

@@ -582,7 +582,6 @@ OWN: dict[str, Callable[[object], list[object]]] = {
     "disk": lambda folder: [dh.OnDisk(folder)],
     "disk, compact": lambda folder: [dh.Compact(), dh.OnDisk(folder)],
     "tiers": lambda folder: [dh.Tiered(dh.OnDevice("1 KiB"), dh.OnDisk(folder))],
-    "compressed": lambda folder: [dh.Compress("zstd"), dh.OnCpu()],
 }
 
 

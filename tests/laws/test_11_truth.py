@@ -237,7 +237,6 @@ RULES: dict[str, list[Any]] = {
     # The first norm is small: whatever the data, some norm is above those before it.
     "percentile": [dh.ClipNorm({0: 0.1, 1: 1e6}), dh.ClipPercentile(30.0, window=3)],
     "z-score": [dh.ClipZScore(0.5, 0.5, 2), dh.only("*.bias", dh.ClipZScore(0.5, 0.3, 1, to="mean", max_norm=2.0))],
-    "noise": [dh.Noise(0.1, seed=3), dh.Scale(0.5)],
     "schedule": [dh.ClipNorm({0: 2.0, 2: 0.5})],
     "adagc": [dh.AdaGC(ratio=0.7, beta=0.5, warmup_steps=2, max_norm=3.0)],
     "spike": [dh.SkipSpike(sigmas=0.1, window=4, least=2, loss=False), dh.ClipNorm(2.0)],

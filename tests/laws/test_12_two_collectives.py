@@ -73,8 +73,8 @@ ROUNDS: list[tuple[str, list, list, list, int]] = [
     ("ddp", [dh.SkipNonFinite(), dh.only("*.bias", dh.ClipValue(0.1)), dh.ClipNorm(1.0)], [], [["SUM"] * 2] * 3, 2),
     ("ddp", [dh.only("*.bias", dh.ClipAdaptive()), dh.only("*.weight", dh.ClipZScore())], [], NORM, 1),
     ("ddp", [dh.only("embed.*", dh.Scale(0.5)), dh.only("mid.*", dh.ClipNorm(1.0, by="parameter"))], [], NORM, 1),
-    ("ddp", [dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1), dh.ClipNorm(1.0)], [], NORM, 1),
-    ("ddp", [dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1), dh.only("*", dh.Scale(0.5), at="local")], [], [[]] * 3, 0),
+    ("ddp", [dh.Scale(0.5), dh.Sanitize(), dh.ClipNorm(1.0)], [], NORM, 1),
+    ("ddp", [dh.Scale(0.5), dh.Sanitize(), dh.only("*", dh.Scale(0.5), at="local")], [], [[]] * 3, 0),
 ]
 
 

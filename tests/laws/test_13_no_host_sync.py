@@ -39,9 +39,9 @@ RULES: list[list[Any]] = [
     [dh.only("head.*", dh.ClipValue(0.1), at="local")],
     [dh.SkipNonFinite(max_consecutive=3), dh.ClipAdaptive(), dh.ClipPercentile(window=5), dh.ClipZScore(max_norm=1.0)],
     [dh.ClipZScore(to="mean"), dh.ClipZScore(to="threshold")],
-    [dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1)],
+    [dh.Scale(0.5), dh.Sanitize()],
     [dh.SkipSpike(loss=False), dh.AdaGC(warmup_steps=1), dh.ClipNorm({0: 2.0, 5: 1.0})],
-    [dh.only("embed.*", dh.Noise(0.1, alike=False), at="local"), dh.only("mid.*", dh.Sanitize(), at="local")],
+    [dh.only("embed.*", dh.Scale(0.5), at="local"), dh.only("mid.*", dh.Sanitize(), at="local")],
 ]
 
 
@@ -121,7 +121,6 @@ STATS: list[Any] = [
     *(stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(per_parameter=True), stats.Weights()),
     *(stats.Updates(), stats.Updates(per_parameter=True), stats.Spread(), stats.RankMaxAbs(per_parameter=True)),
     *(stats.NoiseScale(), stats.Loss(), stats.Times(), stats.Activations(), stats.Fingerprints()),
-    *(stats.SpikeScore(), stats.OptimizerState()),
 ]
 
 

@@ -50,7 +50,6 @@ RULES: dict[str, Callable[[], Any]] = {
     "ClipPercentile": lambda: dh.ClipPercentile(window=3),
     "ClipValue": lambda: dh.ClipValue(0.1),
     "ClipZScore": lambda: dh.ClipZScore(warmup_steps=2),
-    "Noise": lambda: dh.Noise(0.1, seed=3),
     "Sanitize": lambda: dh.Sanitize(),
     "Scale": lambda: dh.Scale(0.5),
     "SkipNonFinite": lambda: dh.SkipNonFinite(),

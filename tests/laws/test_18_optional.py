@@ -82,8 +82,6 @@ def test_a_step_with_everything_on_needs_torch_alone() -> None:
 
 #: What is asked for, and the package that it needs.
 NEEDS = {
-    "dh.Compress('zstd')": "disthooks[compress]",
-    "dh.Compress('lz4')": "disthooks[compress]",
     "dh.config.from_config({'save': []})": "disthooks[config]",
     "dh.integrations.accelerate": "accelerate",
     "dh.integrations.lightning": "lightning",
@@ -121,7 +119,6 @@ MAY = {
     "typer": ("run",),
     "rich": ("run",),
     "pytest": ("testing.py",),
-    "pyarrow": ("report/table.py",),
 }
 
 

@@ -169,7 +169,7 @@ class Rule:
             return ""
         return (
             f"{self!r} depends on all gradients, which no rank has before the reduction; at='local' takes rules for "
-            "one gradient at a time: ClipValue, ClipNorm(by='parameter'), Scale, Sanitize, Noise or a function"
+            "one gradient at a time: ClipValue, ClipNorm(by='parameter'), Scale, Sanitize or a function"
         )
 
     def takes_one(self, has_collectives: bool) -> bool:

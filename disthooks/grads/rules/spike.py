@@ -113,23 +113,13 @@ class SkipSpike(Rule):
         return counts
 
     def rewrite(self, work: Work) -> None:
-        spike = self.compare(work)
-        work.skips.append(spike)
-        work.events.append((spike, dict(work.log)))
-        if self.loss:
-            work.deferred_errors.append((work.values[1][1], _raise_if_no_loss))
-        if self.max_consecutive is not None:
-            check = functools.partial(_raise_if_too_many, self.max_consecutive, work.step)
-            work.deferred_errors.append((work.log["spikes_in_a_row"], check))
-
-    def compare(self, work: Work) -> torch.Tensor:
-        """Whether the numbers of this step are a spike; put them into the history, and log both."""
         norm = Power(2.0).norm(work.values[0], dim=0)
         # A norm of 0 is no spike, and says nothing about how large gradients are.
         numbers = {"grad_norm": (norm, norm != 0)} if self.norm else {}
         if self.loss:
             total, ranks = work.values[1]
             numbers["loss"] = total / ranks, ranks > 0
+            work.deferred_errors.append((ranks, _raise_if_no_loss))
         spike, history = torch.zeros_like(norm, dtype=torch.bool), History(self.window, self.least, self.sigmas)
         for name, (number, is_there) in numbers.items():
             limit = history.limit(work.state, name)
@@ -142,7 +132,11 @@ class SkipSpike(Rule):
         total_spikes.add_(spike)
         counts = {"spike": spike, "spikes_in_a_row": in_a_row, "spikes_total": total_spikes}
         work.log.update({name: value.double() for name, value in counts.items()})
-        return spike
+        work.skips.append(spike)
+        work.events.append((spike, dict(work.log)))
+        if self.max_consecutive is not None:
+            check = functools.partial(_raise_if_too_many, self.max_consecutive, work.step)
+            work.deferred_errors.append((work.log["spikes_in_a_row"], check))
 
     def local_error(self) -> str:
         return f"{self!r} decides about the optimizer's step, for all ranks alike; leave at='local' out"
@@ -163,27 +157,3 @@ def _raise_if_too_many(limit: int, step: int, in_a_row: float) -> None:
             f"{step}, and SkipSpike(max_consecutive={limit}) left them all out: the parameters are as they were "
             "before. Look at the batches of these steps, lower the learning rate, or go back to an earlier checkpoint"
         )
-
-
-@dataclass(frozen=True)
-class CountSpikes(SkipSpike):
-    """Counts what :class:`SkipSpike` would leave out, and changes nothing; made by :class:`disthooks.stats.SpikeScore`.
-
-    The log gets ``spike_score``, the share of spikes in the last 10,000 steps, and ``spike_score_total``, that in all
-    steps.
-    """
-
-    def logs(self) -> frozenset[str]:
-        return frozenset({"spike_score", "spike_score_total"})
-
-    def start(self, shards: Sequence[Shard], device: torch.device) -> State:
-        state = super().start(shards, device)
-        steps = torch.zeros((), dtype=torch.int64, device=device)
-        return {**state, "last": torch.zeros(_ROLLING, dtype=torch.bool, device=device), "steps": steps}
-
-    def rewrite(self, work: Work) -> None:
-        spike, last, steps = self.compare(work), work.state["last"], work.state["steps"]
-        History.put(last, steps, spike, True)
-        total, rolling = work.state["total"].double(), last.sum().double()
-        work.log.clear()
-        work.log.update(spike_score=rolling / steps.clamp(max=_ROLLING), spike_score_total=total / steps)

@@ -12,8 +12,6 @@ from disthooks.grads.stats.fingerprints import Fingerprints
 from disthooks.grads.stats.forward import Activations, Loss, Times
 from disthooks.grads.stats.nonfinite import NonFinite
 from disthooks.grads.stats.norms import MaxAbs, Norm
-from disthooks.grads.stats.optimizer_state import OptimizerState
-from disthooks.grads.stats.spikes import SpikeScore
 from disthooks.grads.stats.updates import Updates, Weights
 
 __all__ = [
@@ -28,9 +26,7 @@ __all__ = [
     "NoiseScale",
     "NonFinite",
     "Norm",
-    "OptimizerState",
     "RankMaxAbs",
-    "SpikeScore",
     "Spread",
     "Stat",
     "Times",

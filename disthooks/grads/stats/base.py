@@ -122,7 +122,6 @@ class Local(NamedTuple):
         scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
         forward: what forwards have left; None in a step that is not logged.
         step: how many steps there were before.
-        states: what the optimizer keeps of each parameter; empty until the step is made.
         is_summed: whether only the sum over all parameters of a measure's numbers counts, so it may be in one of them.
         computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
             float64 tensor on ``device`` with one number for each parameter.
@@ -142,7 +141,6 @@ class Local(NamedTuple):
     scale: torch.Tensor | None = None
     forward: ForwardFacts | None = None
     step: int = 0
-    states: Sequence[Mapping[str, Any]] = ()
     is_summed: bool = False
     computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
     computed_counts: Mapping[Measure, torch.Tensor] = MappingProxyType({})
@@ -153,7 +151,7 @@ class Local(NamedTuple):
             return self
         picked: dict[str, Any] = {
             name: [entries[i] for i in indices] if (entries := getattr(self, name)) else ()
-            for name in ("shards", "grads", "local_stats", "unreduced", "before", "states")
+            for name in ("shards", "grads", "local_stats", "unreduced", "before")
         }
         facts = {fact: take(values, indices) for fact, values in self.computed_facts.items()}
         return self._replace(**picked, computed_facts=facts, computed_counts={})
@@ -172,7 +170,6 @@ class Measure:
         local_facts: the facts that it needs of the gradients before their reduction.
         after: whether it reads the parameters after the optimizer step.
         before: whether it then needs the parameters from before the step, too.
-        needs_states: whether it then needs what the optimizer keeps.
     """
 
     merge: ClassVar[Merge]
@@ -181,7 +178,6 @@ class Measure:
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset()
     after: ClassVar[bool] = False
     before: ClassVar[bool] = False
-    needs_states: ClassVar[bool] = False
 
     def width(self, shard: Shard | None) -> int:
         """How many numbers there are for the parameter of ``shard``; if it is None, for a scope, a module, the step."""
@@ -380,10 +376,6 @@ class Stat:
     def forward_needs(self) -> ForwardNeeds:
         """What it needs of forwards; nothing, unless it is a statistic of forwards."""
         return ForwardNeeds()
-
-    def rule(self) -> Any:
-        """A rule that looks at each step for it, and changes nothing; None if it needs none."""
-        return None
 
     def always(self) -> tuple[Measure, ...]:
         """Those of :meth:`measures` that are taken in every step, logged or not."""

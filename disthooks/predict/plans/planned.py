@@ -54,7 +54,6 @@ from disthooks.saved.attach import SavingHandle, attach_to, chosen
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error
 from disthooks.saved.codecs.compact import Compact
-from disthooks.saved.codecs.compress import Compress
 from disthooks.saved.contents import SmallCopy, StoredContent
 from disthooks.saved.counters import Counters, WarnedOnce
 from disthooks.saved.hooks import ContentClasses, HookSite, SavedTensorHooks, unpack
@@ -283,9 +282,9 @@ class PlannedCodec(Codec):
         return is_chosen and self._is_accelerator and tensor.is_floating_point()
 
     def _depends_on_data(self, tensor: torch.Tensor) -> bool:
-        if isinstance(self._codec, Compact):
-            return self._codec.floats is not False and tensor.is_floating_point() and tensor.numel() > 0
-        return isinstance(self._codec, Compress) and tensor.numel() > 0
+        if not isinstance(self._codec, Compact):
+            return False
+        return self._codec.floats is not False and tensor.is_floating_point() and tensor.numel() > 0
 
     def _guessed(self, tensor: torch.Tensor, why: str) -> tuple[tuple[torch.Tensor, ...], Any]:
         self._say_unknown(f"{self._codec!r}: {why}; counted as if it saved nothing")

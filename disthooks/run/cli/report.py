@@ -24,9 +24,7 @@ _ROWS = 10  # numbers that the terminal shows
 
 def report(
     path: str = typer.Argument(..., help="A gradients.jsonl, or the directory of a run."),
-    output: str = typer.Option(
-        None, "--output", "-o", help="Write one page (.html), or all numbers as a table (.parquet)."
-    ),
+    output: str = typer.Option(None, "--output", "-o", help="Write one page of HTML."),
     compare: str = typer.Option(None, "--compare", help="With -o: another run, whose curves the page shows too."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
@@ -65,12 +63,7 @@ def report(
 
 
 def _write(file: pathlib.Path, log: Log, output: pathlib.Path, compare: str | None) -> None:
-    """Write the page of the last run in ``log``, or the table of all runs in it."""
-    if output.suffix == ".parquet":
-        from disthooks.report.table import write_parquet
-
-        write_parquet(log.runs, output)
-        return
+    """Write the page of the last run in ``log``."""
     from disthooks.report.document import document as page_document
     from disthooks.report.log import file_of, read
     from disthooks.report.page.page import page

@@ -68,7 +68,7 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
         (_RECOMPUTE.format("Recompute"), r"got 'Recompute'; did you mean \{kind: Recompute\}\?"),
         (_CODECS.format("[Compact]"), r"codecs\.0: \{kind: Name, \.\.\.\} is needed.*did you mean \{kind: Compact\}\?"),
         (_CODECS.format("compact"), r"a list of \{kind: Name, \.\.\.\} is needed.*mean \[\{kind: Compact\}\]\?"),
-        (_CODECS.format("true"), r"codecs: a list of .* got True; there are Cast, Compact, Compress, Quantize"),
+        (_CODECS.format("true"), r"codecs: a list of .* got True; there are Cast, Compact, Quantize"),
         (_CODECS.format("[{kind: Recompute}]"), "'Recompute' is a recompute, no codec; there are Cast, Compact"),
         ("save: [{modules: 3, store: {kind: OnCpu}}]", r"modules: a pattern or a list of them is needed, got 3"),
         ("save: [{modules: x, at_least: true, store: {kind: OnCpu}}]", "a number of bytes or a text such as 4 KiB is"),

@@ -53,7 +53,7 @@ def test_a_statistic_that_reads_nothing_says_so_once(watched: Any, word: str) ->
     assert {"loss", "activation_rms"} & latest.keys()
 
 
-@pytest.mark.parametrize("kind", [stats.Activations, stats.Loss, stats.SpikeScore, stats.Times])
+@pytest.mark.parametrize("kind", [stats.Activations, stats.Loss, stats.Times])
 def test_a_statistic_without_numbers_of_parameters_refuses_them(kind: Any) -> None:
     with pytest.raises(UsageError, match=rf"{kind.__name__}\(per_parameter=True\): it has no numbers of single"):
         kind(per_parameter=True)

@@ -22,7 +22,6 @@ ALL: list[Rule] = [
     dh.SkipNonFinite(max_consecutive=2),
     dh.Scale(0.5),
     dh.Sanitize(),
-    dh.Noise(1.0),
 ]
 
 
@@ -52,8 +51,6 @@ def test_no_gradient_at_all(rule: Rule) -> None:
         lambda: dh.Scale(True),
         lambda: dh.Sanitize(nan=None),
         lambda: dh.Sanitize(posinf=math.inf),
-        lambda: dh.Noise(1.0, seed=0.5),
-        lambda: dh.Noise(1.0, alike=None),
     ],
 )
 def test_arguments_that_can_never_work(make_rule: Any) -> None:
@@ -69,8 +66,6 @@ LEARNING = [
     dh.ClipZScore(0.5, 0.2, 2),
     dh.ClipPercentile(40.0, 3),
     dh.only("*.bias", dh.ClipAdaptive(0.02)),
-    dh.Noise(0.01, seed=5),
-    dh.only("embed.*", dh.Noise(0.01), at="local"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""AdaGC, SkipSpike, a schedule of ClipNorm, SpikeScore and OptimizerState, beside numpy and the papers."""
+"""AdaGC, SkipSpike and a schedule of ClipNorm, beside numpy and the papers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks import stats
 from disthooks.errors import ConfigError, UsageError
 from disthooks.report.culprit import Timeline
 from disthooks.report.document import happenings
@@ -172,25 +171,6 @@ def test_too_many_spikes_in_a_row_are_an_error() -> None:
         normed(dh.SkipSpike(sigmas=1.0, least=2, loss=False, max_consecutive=2), [1, 1.1, 1, 1.1, 1, 9, 99, 999, 9999])
 
 
-# --- SpikeScore
-
-
-def test_spike_score_is_the_share_of_spikes() -> None:
-    norms = _numbers(80)
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    score = stats.SpikeScore(sigmas=4.0, window=20, least=8)
-    with dh.gradients(nn.ParameterList([weight]), optimizer, stats=[score], every=50) as watch:
-        for norm in norms:
-            weight.grad = torch.tensor([norm], dtype=torch.float64)
-            optimizer.step()
-        watch.flush()
-        assert watch.latest["step"] == 50
-        so_far = spikes(norms, 4.0, 20, 8)[:51]
-        assert close(watch.latest["spike_score"], sum(so_far) / 51, 1e-12)
-        assert close(watch.latest["spike_score_total"], sum(so_far) / 51, 1e-12)
-
-
 # --- A schedule, and state by name
 
 
@@ -240,7 +220,6 @@ def test_what_cannot_be() -> None:
         (lambda: dh.AdaGC(beta=1.0), "beta=1.0"),
         (lambda: dh.SkipSpike(loss=False, norm=False), "would compare nothing"),
         (lambda: dh.SkipSpike(least=200), "above window=128"),
-        (lambda: stats.OptimizerState(keys="exp_avg"), "a list of the keys"),
     ):
         with pytest.raises(UsageError, match=said):
             make()
@@ -256,24 +235,3 @@ def test_names_of_papers_lead_to_ours(name: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{ours}'"):
         dh.config.from_config({"watch": {"rules": [{"kind": name}]}})
     assert name in (getattr(dh, ours).__doc__ or "")
-
-
-# --- OptimizerState
-
-
-def test_the_moments_of_the_optimizer() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with dh.gradients(model, optimizer, stats=[stats.OptimizerState(per_parameter=True)], every=1) as watch:
-        for step in range(3):
-            optimizer.zero_grad()
-            model(torch.full((1, 3), 1.0 + step)).sum().backward()
-            optimizer.step()
-            watch.flush()
-            for key in ("exp_avg", "exp_avg_sq"):
-                state = [optimizer.state[p][key] for p in model.parameters()]
-                whole = float(torch.cat([each.double().flatten() for each in state]).norm())
-                assert close(watch.latest[f"optimizer/{key}"], whole, 1e-6)
-                assert close(watch.latest[f"optimizer/{key}/param/bias"], float(state[1].double().norm()), 1e-6)
-    assert not any("momentum_buffer" in name for name in watch.latest)

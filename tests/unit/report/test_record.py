@@ -21,7 +21,6 @@ COMMANDS = (
     ["report", "{file}"],
     ["report", "{file}", "--json"],
     ["report", "{file}", "-o", "{file}.html"],
-    ["report", "{file}", "-o", "{file}.parquet"],
     ["watch", "{file}", "--once"],
     ["diff", "{file}", "{file}"],
 )
@@ -137,7 +136,7 @@ def test_a_line_with_a_bad_field_is_no_record_and_the_report_says_why(
     found = json.loads(as_json.stdout)
     assert found["broken"] == ([17] if says else [])
     assert found["runs"][0]["steps"] == 20 - bool(says)
-    assert ("1 lines of" in ends(file, COMMANDS[4])[0].stdout) == bool(says)
+    assert ("1 lines of" in ends(file, COMMANDS[3])[0].stdout) == bool(says)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "gzip"])

@@ -83,7 +83,7 @@ def test_check_of_a_model_in_words(tmp_path: pathlib.Path) -> None:
 
 
 def test_pipelines_are_tried(tmp_path: pathlib.Path) -> None:
-    stages = "[{kind: Cast, dtype: bfloat16}]", "[{kind: Quantize, bits: 4}]", "[{kind: Compress, library: zstd}]", "[]"
+    stages = "[{kind: Cast, dtype: bfloat16}]", "[{kind: Quantize, bits: 4}]", "[{kind: Compact}]", "[]"
     entries = [
         f"{{modules: m{i}, codecs: {s}, store: {{kind: OnDisk, directory: '{{folder}}'}}}}"
         for i, s in enumerate(stages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
@@ -11,21 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import disthooks as dh
-from disthooks.errors import StoreError, UsageError
+from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error
 from tests.support.threads import together
 
-HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))
-needs_libraries = pytest.mark.skipif(not HAVE_LIBRARIES, reason="needs disthooks[compress]")
-
 # A new codec is one line here.
 LOSSLESS = {
     "Compact": lambda: dh.Compact(),
-    "zstd": lambda: dh.Compress("zstd"),
-    "zstd, fast": lambda: dh.Compress("zstd", level=-5),
-    "lz4": lambda: dh.Compress("lz4"),
-    "lz4, high": lambda: dh.Compress("lz4", level=9),
 }
 LOSSY = {
     "Cast bf16": lambda: dh.Cast(torch.bfloat16),
@@ -44,8 +36,6 @@ SHAPES = ((), (0,), (0, 3), (1,), (7,), (8,), (9,), (127,), (128,), (129,), (3, 
 
 
 def made(kind: dict, name: str) -> Codec:
-    if name.startswith(("zstd", "lz4")) and not HAVE_LIBRARIES:
-        pytest.skip("needs disthooks[compress]")
     return kind[name]()
 
 
@@ -343,39 +333,11 @@ def test_threads_share_no_random_numbers() -> None:
         (lambda: dh.Quantize(8, block=7), "block must be"),
         (lambda: dh.Quantize(8, block=True), "block must be"),
         (lambda: dh.Compact(floats=1), "floats must be"),
-        (lambda: dh.Compress("lz4", level=13), "level of lz4 must be from -100 to 12"),
-        (lambda: dh.Compress("zstd", level=1.5), "level of zstd"),
     ],
 )
 def test_what_can_never_work(make: object, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         make()
-
-
-@needs_libraries
-@pytest.mark.parametrize("library", ["zstd", "lz4"])
-def test_compress_shrinks_and_leaves_noise(library: str) -> None:
-    codec = dh.Compress(library)
-    indices = torch.arange(10_000) % 50
-    parts, _ = codec.encode(indices)
-    assert sum(part.nbytes for part in parts) < indices.nbytes / 5
-    noise = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
-    assert codec.encode(noise)[0][0] is noise
-
-
-@needs_libraries
-@pytest.mark.parametrize("library", ["zstd", "lz4"])
-def test_compressed_bytes_that_changed(library: str) -> None:
-    codec = dh.Compress(library)
-    (compressed,), spec = codec.encode(torch.zeros(10_000))
-    with pytest.raises(StoreError, match="decompress"):
-        codec.decode((torch.full_like(compressed, 7),), spec)
-    (other,), _ = codec.encode(torch.zeros(9_000))
-    with pytest.raises(StoreError, match="decompressed 36000 bytes of 40000"):
-        codec.decode((other,), spec)
-    (more,), _ = codec.encode(torch.zeros(11_000))
-    with pytest.raises(StoreError, match="decompressed"):
-        codec.decode((more,), spec)
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
