@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     # stores
     Mutation(
-        "saved/stores/group_files.py", "group.extent.offset + first - group.base", "group.extent.offset", "tests/laws"
+        "saved/stores/group_file.py", "group.extent.offset + first - group.base", "group.extent.offset", "tests/laws"
     ),
     Mutation(
         "saved/stores/extents.py",

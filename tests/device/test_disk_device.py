@@ -13,7 +13,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores import group_files
+from disthooks.saved.stores import group_file
 from disthooks.saved.stores.copies import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
@@ -33,11 +33,8 @@ def clean(store: dh.OnDisk) -> bool:
         moving.staging.poll()
         links = moving.staging._links.values()
         copying = any(link._sent or link._coming for link in links)
-        used = 0
-        for file in moving.files:
-            file.shrink(keep_peak=True)
-            used += file.in_use
-        return not (busy or copying or used or store.budget.held)
+        moving.file.shrink(keep_peak=True)
+        return not (busy or copying or moving.file.in_use or store.budget.held)
 
     return soon(nothing)
 
@@ -49,7 +46,7 @@ def test_gradients_are_bit_identical(case: str, direct: bool, tmp_path: pathlib.
     model, x = model.to(device), x.to(device)
     model.eval()  # a dropout mask is drawn on the device
     expected = step(model, x)
-    store = dh.OnDisk(tmp_path, direct="auto" if direct else False, in_flight="256 KiB", checksum=direct)
+    store = dh.OnDisk(tmp_path, direct="auto" if direct else False, in_flight="256 KiB")
     for seed in range(3):
         if device.type == "sim":
             simulated.delays(200e-6, seed)
@@ -249,14 +246,14 @@ def test_its_threads_are_on_the_device(
     seen: set[int] = set()
 
     def watched(name: str) -> None:
-        real = getattr(group_files.GroupFiles, name)
+        real = getattr(group_file.GroupFile, name)
 
         def run(*args: object) -> object:
             if threading.current_thread().name.startswith("disthooks"):
                 seen.add(torch.accelerator.current_device_index())
             return real(*args)
 
-        monkeypatch.setattr(group_files.GroupFiles, name, run)
+        monkeypatch.setattr(group_file.GroupFile, name, run)
 
     watched("write")
     watched("read")

@@ -398,6 +398,8 @@ def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
     assert found["right"] >= 190
     assert found["clean_steps"] >= 10_000
     assert found["false_alarms"] <= 1
+    unusual = json.loads((ROOT / "benchmarks" / "results" / "faults-unusual.json").read_text())["ways"]
+    assert [(way["right"], way["faults"], way["false_sentences"]) for way in unusual.values()] == [(26, 26, [])] * 5
     several = json.loads((ROOT / "benchmarks" / "results" / "faults-ways.json").read_text())
     assert several["right"] >= 0.98 * several["faults"]
     assert several["false_sentences"] == several["false_alarms"] == 0

@@ -61,7 +61,7 @@ def _wrong_arguments() -> dict[str, Callable[[], Any]]:
         "Quantize(bits=3)": lambda: dh.Quantize(bits=3),  # type: ignore[arg-type]
         "OnCpu(limit='many')": lambda: dh.OnCpu(limit="many"),
         "OnDevice(limit=-1)": lambda: dh.OnDevice(limit=-1),
-        "OnDisk([])": lambda: dh.OnDisk([]),
+        "OnDisk([])": lambda: dh.OnDisk([]),  # type: ignore[arg-type]
         "OnDisk(a file)": lambda: _saved(dh.OnDisk("/proc/version")),
         "Tiered()": lambda: dh.Tiered(),
         "Functions(1, 2)": lambda: dh.Functions(1, 2),  # type: ignore[arg-type]

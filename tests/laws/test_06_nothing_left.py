@@ -210,7 +210,7 @@ def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monke
         ticket = store.put(x)
         store.wait()
         store.drop(ticket)
-    assert os.fstat(store.open().files[0]._fd).st_size == x.nbytes
+    assert os.fstat(store.open().file._fd).st_size == x.nbytes
 
 
 def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]) -> None:

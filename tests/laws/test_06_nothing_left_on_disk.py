@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores import file_worker, group_files
+from disthooks.saved.stores import file_worker
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import clean, movers, pipe, right, script
 
@@ -114,11 +114,8 @@ def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeyp
 
 
 @pytest.mark.second_tier
-def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path) -> None:
     """In steps of random sizes, the file, the memory, the descriptors and the threads stay as they were."""
-    monkeypatch.setattr(
-        group_files, "_MEASURE_FROM", 8 << 20
-    )  # what it writes to see what the disk gives, it writes soon
     generator = torch.Generator().manual_seed(0)
     store = dh.OnDisk(tmp_path, in_flight="4 MiB")
     saved = dh.saving(pipe(store))
@@ -133,7 +130,7 @@ def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: p
                 for _ in range(length):
                     y = y.sin()
             y.sum().backward()
-            sizes.append(os.fstat(store.open().files[0]._fd).st_size)
+            sizes.append(os.fstat(store.open().file._fd).st_size)
             resident.append(dh.memory.resident())
 
     steps(300)

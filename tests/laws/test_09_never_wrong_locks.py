@@ -83,7 +83,7 @@ def test_a_report_that_waits_for_its_store_stops_nobody() -> None:
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("is_tiered", [False, True])
 def test_a_monitor_works_beside_forked_workers(is_tiered: bool, tmp_path: pathlib.Path) -> None:
-    disk = dh.OnDisk(tmp_path, in_flight="64 KiB", checksum=not is_tiered)
+    disk = dh.OnDisk(tmp_path, in_flight="64 KiB")
     store = dh.Tiered(dh.OnCpu("12 KiB"), dh.OnDevice("16 KiB"), disk) if is_tiered else disk
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 64))

@@ -105,7 +105,7 @@ MIB = 1 << 20
 
 
 def _blocks(store: OnDisk) -> int:
-    return sum(file.resident for file in store.open().files)
+    return store.open().file.resident
 
 
 def test_one_survivor_does_not_keep_the_blocks_of_its_slab(tmp_path: pathlib.Path) -> None:
@@ -150,19 +150,11 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
                 assert torch.equal(store.get(ticket), was)
                 store.drop(ticket)
         assert _blocks(store) <= 3 * MIB + MIB // 2
-    assert any(file._has_holes for file in store.open().files)
+    assert store.open().file._has_holes
     store.wait()
     for ticket, was in here:
         assert torch.equal(store.get(ticket), was)
         store.drop(ticket)
-
-
-def test_a_limit_leaves_no_room_to_measure_the_disk(tmp_path: pathlib.Path) -> None:
-    small = dh.OnDisk(tmp_path, "2 MiB")
-    assert not small.open().files[0].may_be_measured
-    large = dh.OnDisk(tmp_path, "1 GiB", checksum=True)  # in the same file: the limits add up
-    assert small.open().files[0].may_be_measured
-    del large
 
 
 @pytest.mark.any_device
@@ -175,7 +167,7 @@ def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
         ticket = store.put(torch.zeros(nbytes, dtype=torch.uint8))
         store.wait()  # one that is dropped while a thread writes it gives its place back when that is done
         store.drop(ticket)
-    assert os.fstat(store.open().files[0]._fd).st_blocks * 512 <= 2 << 20
+    assert os.fstat(store.open().file._fd).st_blocks * 512 <= 2 << 20
 
 
 def test_a_store_without_a_limit_lifts_no_other_limit(tmp_path: pathlib.Path) -> None:
@@ -188,7 +180,7 @@ def test_a_store_without_a_limit_lifts_no_other_limit(tmp_path: pathlib.Path) ->
         for ticket in [*tickets, *kept[:-4]]:
             store.drop(ticket)
         del kept[:-4]
-    assert store.files[0].resident <= 2 << 20
+    assert store.file.resident <= 2 << 20
     assert unlimited.put(torch.rand(1 << 20)).runtime is not store.worker
 
 

@@ -156,7 +156,7 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     mover = store.open().worker
     assert soon(lambda: mover.in_flight == 0 and not mover._ahead.planned)
     store.release_idle()
-    assert soon(lambda: mover.files[0].in_use == 0)  # a thread may be reading in this moment
+    assert soon(lambda: mover.file.in_use == 0)  # a thread may be reading in this moment
 
 
 def test_a_far_reader_is_no_new_backward() -> None:

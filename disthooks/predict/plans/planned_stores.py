@@ -95,8 +95,7 @@ class PlannedStore(Store):
             self._name, owner, self.place, limit = "OnCpu()", "OnCpu", "host", spec.limit
             flying = parse_bytes(spec.in_flight) if is_accelerator else 0
         elif isinstance(spec, OnDisk):
-            shown = spec.directories[0] if len(spec.directories) == 1 else spec.directories
-            self._name = f"OnDisk({shown!r})"
+            self._name = f"OnDisk({spec.directory!r})"
             self.place, limit, grain, flying = "disk", spec.limit, PAGE, parse_bytes(spec.in_flight)
             owner = f"OnDisk({spec.directory!r})"
         self.budget = ByteBudget(limit, owner, grain)

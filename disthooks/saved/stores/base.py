@@ -106,7 +106,7 @@ class StoreReport:
         read: bytes that were read from the file, or copied back from the host.
         write_seconds: seconds for which at least one write ran, beside the computation or not.
         read_seconds: seconds for which at least one read ran.
-        measured_write: speed of the disk when nothing else runs, in bytes a second; None until 256 MiB were written.
+        measured_write: speed of the fastest copy to the host, in bytes a second; None for a disk, or if none was timed.
         measured_read: the same for reading.
         why_buffered: why the file goes through the page cache of the system; empty if it does not.
         devices: how many devices ``limit`` was used for, on each anew; 1 if it is for all of them together.

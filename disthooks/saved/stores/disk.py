@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -22,23 +21,20 @@ from disthooks.saved.stores.host import PAGE
 from disthooks.saved.stores.scratch_file import file_in
 from disthooks.saved.stores.tape import Entry
 
-_Directory = str | os.PathLike[str]
-
 _runtimes: weakref.WeakValueDictionary[Any, FileWorker] = weakref.WeakValueDictionary()
 
 
 def _runtime(store: OnDisk) -> FileWorker:
-    """The runtime of this process for the directories and options of ``store``; a forked process gets its own."""
-    directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
+    """The runtime of this process for the directory and options of ``store``; a forked process gets its own."""
+    directory = os.fspath(store.directory).replace("{local_rank}", local_rank())
     # The blocks of a file can be bounded only if all stores that use it have a limit, so these have files of their own.
     process, is_limited = os.getpid(), store.limit is not None
-    asked = (store.direct, store.in_flight, store.checksum, is_limited)
-    key = (*map(os.path.realpath, directories), process, *asked)
+    key = (os.path.realpath(directory), process, store.direct, store.in_flight, is_limited)
     with opening:
         found = _runtimes.get(key)
         if found is None:
-            files = [file_in(directory, store.direct, is_limited) for directory in directories]
-            found = _runtimes[key] = FileWorker(files, parse_bytes(store.in_flight, "in_flight"), store.checksum)
+            file = file_in(directory, store.direct, is_limited)
+            found = _runtimes[key] = FileWorker(file, parse_bytes(store.in_flight, "in_flight"))
         return found
 
 
@@ -77,15 +73,12 @@ class Ticket:
 
 
 class OpenOnDisk(Store):
-    """An :class:`OnDisk` at work: the runtime of its directories, and the bytes under its limit."""
+    """An :class:`OnDisk` at work: the runtime of its directory, and the bytes under its limit."""
 
-    def __init__(self, worker: FileWorker, budget: ByteBudget, directories: tuple[str, ...]) -> None:
-        self.worker, self.budget, self.files = worker, budget, worker.files
-        self._path = directories[0] if len(directories) == 1 else str(directories)
-        self._name = f"OnDisk({directories[0] if len(directories) == 1 else directories!r})"
-        for file in self.files:
-            file.budgets.add(budget)
-            file.parts = len(self.files)
+    def __init__(self, worker: FileWorker, budget: ByteBudget, directory: str) -> None:
+        self.worker, self.budget, self.file = worker, budget, worker.file
+        self._path, self._name = directory, f"OnDisk({directory!r})"
+        self.file.budgets.add(budget)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor`` in memory of whole pages, which is written without another copy and used again."""
@@ -156,8 +149,8 @@ class OpenOnDisk(Store):
         self.worker.wait()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """One entry: the bytes and the speed of all tensors that go to these files in this process."""
-        stats, measured = self.worker.stats, [each for file in self.files if (each := file.measured) is not None]
+        """One entry: the bytes and the speed of all tensors that go to this file in this process."""
+        stats = self.worker.stats
         return (
             StoreReport(
                 self._name,
@@ -172,9 +165,7 @@ class OpenOnDisk(Store):
                 read=stats.read,
                 write_seconds=stats.writing.seconds,
                 read_seconds=stats.reading.seconds,
-                measured_write=sum(each.write for each in measured) or None,
-                measured_read=sum(each.read for each in measured) or None,
-                why_buffered="; ".join(sorted({file.why_buffered for file in self.files} - {""})),
+                why_buffered=self.file.why_buffered,
                 peak_held=self.budget.peak,
             ),
         )
@@ -199,7 +190,7 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
     Args:
         directory: a directory that exists and can be written, best on a local disk. ``"{local_rank}"`` in it stands
             for the number of the process on its node (``LOCAL_RANK``, or 0), so that each process can have a disk of
-            its own. With a list of directories, tensors go to each in turn.
+            its own. For several disks at once give a directory on a RAID of them.
         limit: most bytes in this process at any time, those in flight included: an int, text such as ``"1 TiB"``, or
             ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets an equal part; None
             for no limit. Stores without a limit have another file. Each tensor counts as whole pages of 4 KiB. The
@@ -208,8 +199,6 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
             is dropped while a thread writes it counts no more, and its place in the file is free when that write ends.
         direct: whether to write past the page cache of the system, which otherwise grows by all bytes that are
             written: True, False, or ``"auto"`` to do it if the file system can. ``report()`` says why if it does not.
-        checksum: whether to keep a CRC-32 of each tensor in memory and to compare it when the tensor is read. This
-            takes a thread a quarter of a second for each GB, each way.
         in_flight: most bytes that wait to be written, and most bytes that are read before backward needs them; an int
             or text.
 
@@ -231,28 +220,19 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
 
     # Measured: each tensor costs 80 µs, and about as much again for each 100 KiB (decision 41).
     min_bytes: ClassVar[int] = 64 << 10
-    directory: _Directory | Sequence[_Directory]
+    directory: str | os.PathLike[str]
     limit: int | str | None = None
     direct: bool | Literal["auto"] = field(default="auto", kw_only=True)
-    checksum: bool = field(default=False, kw_only=True)
     in_flight: int | str = field(default="64 MiB", kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.direct, bool) and self.direct != "auto":  # the type is tested because 1 == True
             raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
         parse_bytes(self.in_flight, "OnDisk in_flight")
-        several = not isinstance(self.directory, (str, os.PathLike))
-        given: Any = self.directory if several else (self.directory,)
-        directories = tuple(map(os.fspath, given))
-        if not directories:
-            raise UsageError("OnDisk: give at least one directory")
-        object.__setattr__(self, "directory", directories if several else directories[0])
+        if not isinstance(self.directory, (str, os.PathLike)):
+            raise UsageError(f"OnDisk: directory must be the path of one directory, got {self.directory!r}")
+        object.__setattr__(self, "directory", os.fspath(self.directory))
         self.open()  # now, so that a directory that cannot be used is an error here
-
-    @property
-    def directories(self) -> tuple[str, ...]:
-        """The directories, as the user wrote them."""
-        return (self.directory,) if isinstance(self.directory, str) else cast("tuple[str, ...]", self.directory)
 
     @property
     def budget(self) -> ByteBudget:
@@ -260,4 +240,5 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
         return self.open().budget
 
     def _open(self) -> OpenOnDisk:
-        return OpenOnDisk(_runtime(self), ByteBudget(self.limit, f"OnDisk({self.directory!r})", PAGE), self.directories)
+        directory = os.fspath(self.directory)
+        return OpenOnDisk(_runtime(self), ByteBudget(self.limit, f"OnDisk({directory!r})", PAGE), directory)

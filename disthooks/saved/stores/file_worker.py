@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -27,7 +27,7 @@ from disthooks._streams import work_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.copies import Coming, Outgoing
 from disthooks.saved.stores.disk_read_ahead import ReadAhead
-from disthooks.saved.stores.group_files import GroupFiles
+from disthooks.saved.stores.group_file import GroupFile
 from disthooks.saved.stores.host import PAGE, pool_of
 from disthooks.saved.stores.order import PerThread
 from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile, Waste
@@ -52,13 +52,12 @@ _STAGING = 2 * CHUNK  # bytes of idle memory that are kept for copies, besides t
 
 
 class FileWorker(Shared[Entry]):
-    """Writes the groups of tapes to files, and reads them back before backward needs them. See [Note: the file worker].
+    """Writes groups of tapes to a file, and reads them back before backward needs them. See [Note: the file worker].
 
     Args:
-        files: the files, which are written in turn.
+        file: the file.
         limit: most bytes that wait to be written, and most bytes that are read before backward needs them. One tensor
             may be larger.
-        checksum: whether to keep a CRC-32 of each tensor and to compare it when the tensor is read.
 
     Attributes:
         io: moves the bytes.
@@ -67,11 +66,11 @@ class FileWorker(Shared[Entry]):
         frees_idle_for: the attachments for which no memory is kept for the next read, though backward waits for reads.
     """
 
-    def __init__(self, files: Sequence[ScratchFile], limit: int, checksum: bool) -> None:
+    def __init__(self, file: ScratchFile, limit: int) -> None:
         super().__init__()
         self.limit, self.process = limit, os.getpid()
-        self.io = GroupFiles(files, checksum)
-        self.files, self.buffers, self.stats, self.staging = files, self.io.buffers, self.io.stats, self.io.staging
+        self.io = GroupFile(file)
+        self.file, self.buffers, self.stats, self.staging = file, self.io.buffers, self.io.stats, self.io.staging
         self.buffers.keep = _STAGING + limit
         self.drop: Callable[[Entry], None] = self.release
         self.frees_idle_for: weakref.WeakSet[object] = weakref.WeakSet()
@@ -136,13 +135,13 @@ class FileWorker(Shared[Entry]):
         """The tensor of ``entry`` on its device: the one that was put if it is still there, or a copy.
 
         Raises:
-            StoreError: if the tensor cannot be read, or has another checksum than when it was written. Also, once, if
-                any tensor could not be written: that tensor stays in memory.
+            StoreError: if the tensor cannot be read. Also, once, if any tensor could not be written: that tensor stays
+                in memory.
         """
         if self._failed is not None and not entry.dropped:
             self._raise_failure()
         if self.process != os.getpid():
-            self.files[0].check_process()
+            self.file.check_process()
         with self._lock:
             if self._releases:
                 self._apply_releases()
@@ -238,7 +237,7 @@ class FileWorker(Shared[Entry]):
             return self.stats.never_written + sum(group.dead for group in self._in_flight())
 
     def release_idle(self) -> None:
-        """End the worker, and free idle memory and unused space in the files."""
+        """End the worker, and free idle memory and unused space in the file."""
         with self._lock:
             self._apply_releases()
         self._end_thread()
@@ -248,8 +247,7 @@ class FileWorker(Shared[Entry]):
         for device in list(self._tapes):
             if device is not None:
                 pool_of(device, True).clear()
-        for file in self.files:
-            file.shrink(keep_peak=False)
+        self.file.shrink(keep_peak=False)
 
     def close(self) -> None:
         self._closed = True
@@ -371,10 +369,10 @@ class FileWorker(Shared[Entry]):
         extent = group.extent
         if group.live:
             if extent is not None:
-                group.file.release(Waste(extent, entry.offset - group.base, padded(entry.nbytes)))
+                self.file.release(Waste(extent, entry.offset - group.base, padded(entry.nbytes)))
             return
         if extent is not None:
-            group.file.release(extent)
+            self.file.release(extent)
         self._is_gone(group)
 
     # -- the worker
@@ -478,12 +476,12 @@ class FileWorker(Shared[Entry]):
                 self._is_moved(group)
             return
         with self._lock:
-            group.file, group.extent, group.base = written
+            group.extent, group.base = written
             group.state = WRITTEN
             for entry in group.members:
                 entry.tensor = None
             self._is_moved(group)
-        self.io.look_after(group.file)
+        self.file.shrink(keep_peak=True)
 
     def _is_moved(self, group: Group) -> None:
         """``group`` is written, or could not be. Entries may have been dropped meanwhile."""

@@ -10,7 +10,6 @@ import functools
 import mmap
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -20,10 +19,9 @@ from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget
 from disthooks.saved.stores.extents import Extent, Extents
-from disthooks.saved.stores.host import PAGE, AlignedPool
+from disthooks.saved.stores.host import PAGE
 
 CHUNK = 8 << 20  # bytes of one system call
-_PROBE = 32 << 20  # bytes that are written and read to measure the disk
 
 
 # [Note: direct I/O]
@@ -57,13 +55,6 @@ class Waste(NamedTuple):
     room: int
 
 
-class Bandwidth(NamedTuple):
-    """The speed of a disk, in bytes a second."""
-
-    write: float
-    read: float
-
-
 class ScratchFile(Shared["Extent | Waste"]):
     """A file without a name, so that nothing is left when its process dies; it knows which of its parts are used.
 
@@ -95,7 +86,6 @@ class ScratchFile(Shared["Extent | Waste"]):
             except OSError as error:
                 raise self.error("no file can be made", error, None) from error
         self._fd = _high(self._fd)
-        self.measured: Bandwidth | None = None
         self._parts = Extents(_ENDLESS)
         self._size = 0  # bytes of the file
         self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)  # the largest ends of the last steps
@@ -103,9 +93,8 @@ class ScratchFile(Shared["Extent | Waste"]):
         self._wasted: dict[Extent, list[tuple[int, int]]] = {}  # by extent: begins and ends that may still have blocks
         self._holes: set[tuple[int, int]] = set()  # free parts that have none
         self._has_holes = False
-        #: The budgets whose limits bound the space of this file on the disk, and how many files share each limit.
+        #: The budgets whose limits bound the space of this file on the disk.
         self.budgets: weakref.WeakSet[ByteBudget] = weakref.WeakSet()
-        self.parts = 1
         self._punches = True  # whether the file system can make holes, as far as is known
 
     # ``_close`` is an argument because as Python ends, ``os`` may be gone already.
@@ -209,16 +198,10 @@ class ScratchFile(Shared["Extent | Waste"]):
         return os.fstat(self._fd).st_blocks * 512
 
     @property
-    def may_be_measured(self) -> bool:
-        """Whether the limits leave room for the bytes that ``measure`` writes."""
-        most = self._most
-        return most is None or self.resident + _PROBE <= most
-
-    @property
     def _most(self) -> int | None:
         """Bytes that the file may take on the disk; None for no limit."""
         limits = [budget.limit for budget in tuple(self.budgets)]
-        return sum(limit for limit in limits if limit) // self.parts if limits and None not in limits else None
+        return sum(limit for limit in limits if limit) if limits and None not in limits else None
 
     def _give_back(self, wanted: int = 0, at_once: bool = False) -> None:
         """Give unused blocks back to the file system, if the file would have more blocks than its limits allow."""
@@ -260,26 +243,6 @@ class ScratchFile(Shared["Extent | Waste"]):
         super()._apply_releases()
         if not self._parts.in_use and self._peaks[-1]:  # all is free, as after every backward
             self._peaks.append(0)
-
-    # -- the speed of the disk
-
-    def measure(self, buffers: AlignedPool) -> Bandwidth:
-        """Write and read ``_PROBE`` bytes, and keep the bandwidth in ``measured``; StoreError if that fails."""
-        lease = buffers.lease(CHUNK)
-        extent = self.allocate(_PROBE)
-        memory = memoryview(lease).cast("B")[:CHUNK]
-        try:
-            begin = time.perf_counter()
-            for offset in range(0, _PROBE, CHUNK):
-                self.write(memory, extent.offset + offset)
-            middle = time.perf_counter()
-            for offset in range(0, _PROBE, CHUNK):
-                self.read(memory, extent.offset + offset, CHUNK)
-            end = time.perf_counter()
-        finally:
-            self.release(extent)
-        self.measured = Bandwidth(_PROBE / (middle - begin), _PROBE / (end - middle))
-        return self.measured
 
     def error(self, what: str, error: OSError | None, wanted: int | None) -> StoreError:
         """A StoreError that says what happened, where, and how much room is left."""

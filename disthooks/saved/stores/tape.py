@@ -41,7 +41,6 @@ class Entry:
 
     __slots__ = (
         "at",
-        "checksum",
         "device",
         "dropped",
         "dtype",
@@ -62,7 +61,7 @@ class Entry:
         self.outgoing: Outgoing | None = None
         self.group: Group | None = None
         self.nbytes, self.shape, self.dtype = int(tensor.nbytes), tensor.shape, tensor.dtype
-        self.offset = self.reserved = self.checksum = 0
+        self.offset = self.reserved = 0
         self.seconds = 0.0
         self.dropped, self.is_copy = False, is_copy
 
@@ -84,7 +83,7 @@ class Group:
         dead: bytes of the entries that were dropped before the group was written.
         copies: by address, the offsets of copies that were made here and not put yet.
         members: the entries that are written, in the order of their offsets.
-        file, extent, base: where it was written; ``base`` is the offset of the first entry that was written.
+        extent, base: where it was written; ``base`` is the offset of the first entry that was written.
         lock: held by the thread that reads it. ``is_reading`` tells others.
         ahead: the entries that were read from the file and that no ``get`` has taken yet, with their tensors.
         is_planned: whether it is to be read ahead, and nobody has begun.
@@ -104,7 +103,6 @@ class Group:
         "dropped",
         "end",
         "extent",
-        "file",
         "is_planned",
         "is_read",
         "is_reading",

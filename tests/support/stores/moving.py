@@ -56,7 +56,7 @@ def clean(store: Any) -> bool:
 
     def nothing() -> bool:
         busy = worker.in_flight  # this applies the releases
-        return not busy and store.budget.held == 0 and not any(_used(file) for file in opened.files)
+        return not busy and store.budget.held == 0 and not _used(opened.file)
 
     return soon(nothing)
 

@@ -85,12 +85,13 @@ def test_what_stands_for_what_in_paths(tmp_path: pathlib.Path, monkeypatch: pyte
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "3")
     written = "run: $HERE/run\nsave:\n"
-    directories = "['${HERE}/a-{local_rank}-{rank}', '{run}', '$HERE/{{run}}$$HERE']"
-    plan = _read(tmp_path, f"{written}- {{modules: '$x.[a{{]', store: {{kind: OnDisk, directory: {directories}}}}}")
-    (patterns, line) = plan.saves[0]
-    assert patterns == ("$x.[a{]",)  # patterns are no paths
-    assert line.store == dh.OnDisk([f"{tmp_path}/a-0-3", f"{tmp_path}/run", f"{tmp_path}/{{run}}$HERE"])
-    assert plan.to_dict()["save"][0]["store"]["directory"][1] == "{run}"
+    directories = "'${HERE}/a-{local_rank}-{rank}'", "'{run}'", "'$HERE/{{run}}$$HERE'"
+    entries = [f"- {{modules: '$x.[a{{]', store: {{kind: OnDisk, directory: {each}}}}}" for each in directories]
+    plan = _read(tmp_path, written + "\n".join(entries))
+    assert {patterns for patterns, _ in plan.saves} == {("$x.[a{]",)}  # patterns are no paths
+    stores = [line.store for _, line in plan.saves]
+    assert stores == [dh.OnDisk(f"{tmp_path}/{name}") for name in ("a-0-3", "run", "{run}$HERE")]
+    assert plan.to_dict()["save"][1]["store"]["directory"] == "{run}"
 
 
 def test_the_run_directory_is_made_when_attached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +337,7 @@ _EACH: dict[str, Any] = {"per_parameter": True}
 OBJECTS: list[Any] = [
     dh.OnCpu("64 GiB per node", pin_memory=False),
     dh.OnDevice("1 MiB"),
-    dh.OnDisk(["/tmp", pathlib.Path("/tmp")], 1 << 30, direct=False, checksum=True, in_flight="1 MiB"),
+    dh.OnDisk(pathlib.Path("/tmp"), 1 << 30, direct=False, in_flight="1 MiB"),
     dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu("1 GiB"), dh.OnDisk("/tmp")),
     dh.Cast(torch.float8_e4m3fn),
     dh.Compact(),

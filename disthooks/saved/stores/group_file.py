@@ -1,14 +1,10 @@
-"""The scratch files to which the groups of tapes are written, and from which they are read."""
+"""The scratch file to which the groups of tapes are written, and from which they are read."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
-import zlib
 from collections.abc import Sequence
 
-from disthooks.errors import StoreError
 from disthooks.saved.stores.base import IOStats
 from disthooks.saved.stores.extents import Extent
 from disthooks.saved.stores.host import AlignedPool, pool_of, tensor_over
@@ -16,11 +12,9 @@ from disthooks.saved.stores.scratch_file import ScratchFile
 from disthooks.saved.stores.staging import Staging
 from disthooks.saved.stores.tape import Entry, Group, padded
 
-_MEASURE_FROM = 256 << 20  # bytes: a disk is measured when so many were written to it
 
-
-class GroupFiles:
-    """Writes groups to files, in turn, and reads them back. Several threads may do so at once.
+class GroupFile:
+    """Writes groups to a file, and reads them back. Several threads may do so at once.
 
     Attributes:
         buffers: memory of whole pages.
@@ -28,14 +22,11 @@ class GroupFiles:
         stats: bytes that were moved. A count that is lost between threads only makes a figure inexact.
     """
 
-    def __init__(self, files: Sequence[ScratchFile], checksum: bool) -> None:
-        self.files, self.buffers, self.stats = files, AlignedPool(), IOStats()
-        self.staging = Staging()
-        self._checksum, self._turns = checksum, itertools.cycle(files)
-        self._measured: set[ScratchFile] = set()  # files that were measured, or whose measurement failed
+    def __init__(self, file: ScratchFile) -> None:
+        self.file, self.buffers, self.stats, self.staging = file, AlignedPool(), IOStats(), Staging()
 
-    def write(self, group: Group) -> tuple[ScratchFile, Extent, int]:
-        """Write the members of ``group`` in one call. Returns its ``file``, ``extent`` and ``base``.
+    def write(self, group: Group) -> tuple[Extent, int]:
+        """Write the members of ``group`` in one call. Returns its ``extent`` and ``base``.
 
         Raises:
             StoreError: if the system does not write them. Then nothing of them is in the file.
@@ -44,11 +35,8 @@ class GroupFiles:
             if (outgoing := entry.outgoing) is not None:
                 outgoing.wait()
                 entry.outgoing = None
-        file, members, memory = next(self._turns), group.members, memoryview(group.lease).cast("B")
+        file, members, memory = self.file, group.members, memoryview(group.lease).cast("B")
         base, end = members[0].offset, members[-1].offset + members[-1].nbytes
-        if self._checksum:
-            for entry in members:
-                entry.checksum = zlib.crc32(memory[entry.offset : entry.offset + entry.nbytes])
         extent = file.allocate(end - base)
         begin = time.perf_counter()
         try:
@@ -59,15 +47,15 @@ class GroupFiles:
             raise
         self._count(members, time.perf_counter() - begin)
         self.stats.written += sum(entry.nbytes for entry in members)
-        return file, extent, base
+        return extent, base
 
     def read(self, group: Group) -> None:
         """Read the members of ``group`` that are wanted and not in memory, into one block. The caller holds its lock.
 
         Raises:
-            StoreError: if they cannot be read, or if other bytes were read than were written.
+            StoreError: if they cannot be read.
         """
-        file = group.file
+        file = self.file
         file.check_process()
         wanted = [entry for entry in group.members if not entry.dropped and entry not in group.ahead]
         if not wanted or group.extent is None:
@@ -85,25 +73,11 @@ class GroupFiles:
             file.read(into, group.extent.offset + first - group.base, nbytes)
         self._count(wanted, time.perf_counter() - begin)
         for entry in wanted:
-            start = entry.offset - first
-            # The pages of an entry that was dropped meanwhile may be a hole by now.
-            is_wrong = self._checksum and zlib.crc32(memory[start : start + entry.nbytes]) != entry.checksum
-            if is_wrong and not entry.dropped:
-                raise file.error("other bytes were read than were written (the checksum differs)", None, entry.nbytes)
-        for entry in wanted:
             self.stats.read += entry.nbytes
             found = tensor_over(lease, entry.shape, entry.dtype, entry.offset - first)
             group.ahead[entry] = found if entry.at is None else self.staging.arrive(found, entry.at)
             if entry.dropped:  # its destructor may have looked before the line above
                 group.ahead.pop(entry, None)
-
-    def look_after(self, file: ScratchFile) -> None:
-        """Give unused space in ``file`` back, and measure the disk once, when enough was written."""
-        with contextlib.suppress(StoreError, OSError):  # the disk is then not measured
-            file.shrink(keep_peak=True)
-            if self.stats.written > _MEASURE_FROM and file not in self._measured and file.may_be_measured:
-                self._measured.add(file)
-                file.measure(self.buffers)
 
     @staticmethod
     def _count(entries: Sequence[Entry], seconds: float) -> None:
