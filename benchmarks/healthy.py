@@ -621,21 +621,23 @@ def work(rank: int, port: int, cases: Sequence[Case], folder: pathlib.Path) -> N
     dist.destroy_process_group()
 
 
-def compute() -> None:
-    """Keep a core busy until this process is ended."""
-    while True:
+def compute(parent: int) -> None:
+    """Keep a core busy while the process ``parent`` lives."""
+    while os.getppid() == parent:
         pass
 
 
 @contextlib.contextmanager
 def busy(many: int) -> Iterator[None]:
     """Some more processes that compute all the time."""
-    processes = [mp.get_context("spawn").Process(target=compute, daemon=True) for _ in range(many)]
+    processes = [mp.get_context("spawn").Process(target=compute, args=(os.getpid(),), daemon=True) for _ in range(many)]
     for process in processes:
         process.start()
-    yield
-    for process in processes:
-        process.kill()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def blamed(file: pathlib.Path) -> list[str]:

@@ -10,6 +10,8 @@ import torch
 from disthooks._streams import event_on
 from tests.support.sim import simulated
 
+pytestmark = pytest.mark.full_tier  # a test of the tests
+
 N = 4096
 
 

@@ -12,6 +12,8 @@ from disthooks._streams import event_on
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
 
+pytestmark = pytest.mark.full_tier  # a test of the tests
+
 N = 4096
 
 

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.models import build, identical, step
 from tests.support.sim import simulated
 
+pytestmark = pytest.mark.full_tier  # a test of the tests
+
 
 def on_cpu(tensors: list) -> list:
     return [t.detach().cpu() for t in tensors]

@@ -10,6 +10,8 @@ from torch import nn
 
 from tests.support import oracle, zoo
 
+pytestmark = pytest.mark.full_tier  # a test of the tests
+
 adam = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
