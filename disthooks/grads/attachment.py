@@ -95,7 +95,7 @@ class Gradients(Attachment):
         self._has_said_kept = False
         self._log_when: list[Callable[[int], bool]] = []
         self._tell: list[Callable[[dict[str, Any]], object]] = []
-        self._heir: Callable[[UnwrittenRecords], object] | None = None
+        self._takes_unwritten: Callable[[UnwrittenRecords], object] | None = None
         self.on_remove(writer.close)  # given first, so called last: after the last flush
         engine, step, plan = checks.engine, checks.step, runner.plan
         called = (*runner.forward_hooks.models_called, *engine.models)
@@ -119,7 +119,7 @@ class Gradients(Attachment):
                 self.on_remove(engine.after_step(step, self._after_step).remove)
             self.on_remove(self.end_log)
             self.on_remove(self._warn_of_no_step)
-            self.on_remove(functools.partial(setattr, self, "_heir", None))
+            self.on_remove(functools.partial(setattr, self, "_takes_unwritten", None))
             self.at_exit(self.remove)  # which flushes, then closes the sinks
         except BaseException:
             self.remove()
@@ -364,13 +364,13 @@ class Gradients(Attachment):
         """
         self._tell.append(tell)
 
-    def leave_to(self, heir: Callable[[UnwrittenRecords], object]) -> None:
-        """Call ``heir`` with the records that are not written yet, if this object is collected without ``remove()``.
+    def leave_to(self, take: Callable[[UnwrittenRecords], object]) -> None:
+        """Call ``take`` with the records that are not written yet, if this object is collected without ``remove()``.
 
         Args:
-            heir: called from a destructor, so it must not wait, and it must not hold this object.
+            take: called from a destructor, so it must not wait, and it must not hold this object.
         """
-        self._heir = heir
+        self._takes_unwritten = take
 
     def flush(self, **known: float) -> None:
         """Read the step that was logged last, give its record to the sinks, and wait for the device if necessary.
@@ -417,8 +417,8 @@ class Gradients(Attachment):
                 warnings.warn(f"{tell!r} failed: {error!r}", RuntimeWarning, stacklevel=3)
 
     def __del__(self) -> None:
-        heir = getattr(self, "_heir", None)
-        if heir is None:
+        take = getattr(self, "_takes_unwritten", None)
+        if take is None:
             return
         unwritten: list[dict[str, Any]] = []
         with contextlib.suppress(Exception):  # while torch traces a function, its tensors have no numbers
@@ -426,7 +426,7 @@ class Gradients(Attachment):
             self._note_nonfinite(reading)
             unwritten = [each.fields | self._records.loop.of(each.fields["step"]) for each in reading.records]
         rest = self._records.rest(self.steps - 1)
-        heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, rest, self._writer))
+        take(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, rest, self._writer))
 
     # The handle's description and state.
 

@@ -339,9 +339,11 @@ def _chosen(engine: Engine, wanted: Sequence[Sequence[Pattern]]) -> dict[str, nn
         found: set[int] = set()
         for patterns in wanted:
             if patterns:
-                # In other models or on other ranks there may be modules that match.
-                with contextlib.suppress(*[MatchError] * engine.has_other_parts):
+                try:
                     found |= {id(module) for _, module in match_modules(model, patterns)}
+                except MatchError:  # in other models or on other ranks there may be modules that match
+                    if not engine.has_other_parts:
+                        raise
             else:
                 leaves = (each for each in model.modules() if not next(each.children(), None))
                 found |= {id(module) for module in leaves if not isinstance(module, _SAME)}

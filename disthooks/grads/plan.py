@@ -111,11 +111,12 @@ class VectorLayout:
 
     def unpack(self, merged: Vectors) -> dict[Measure, torch.Tensor]:
         """For each measure its numbers in the merged vectors: a view, of all its scopes and parameters in one row."""
-        found, at = {}, {"sum": 0, "max": 0}
+        vectors, begins = {"sum": merged[0], "max": merged[1]}, {"sum": 0, "max": 0}
+        found = {}
         for measure in self.uses:
-            start, length = at[measure.merge], sum(self.sizes[measure])
-            found[measure] = merged[measure.merge == "max"][start : start + length]
-            at[measure.merge] = start + length
+            begin = begins[measure.merge]
+            end = begins[measure.merge] = begin + sum(self.sizes[measure])
+            found[measure] = vectors[measure.merge][begin:end]
         return found
 
     def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:

@@ -23,8 +23,7 @@ class Decision(NamedTuple):
     """The fate of one saved tensor, and the reason. ``pack`` counts the tensor by it at its end.
 
     Attributes:
-        fate: "keep" it in memory; "share" a packed value that is there; "recast" a weight's copy; "recompute" it if
-            Recompute knows how; "store" it.
+        fate: "keep" it in memory; "recast" a weight's copy; "recompute" it if Recompute knows how; "store" it.
         reason: why it is kept, or why only a small copy of it is.
         weight: the weight of which the tensor is autocast's copy.
         is_activation: whether a tensor that is kept is plain memory that a function may return as a gradient.

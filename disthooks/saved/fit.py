@@ -265,9 +265,21 @@ class Fitted(Attachment):
         if self._round is not None and not self._round.has_stepped:
             self._read_peak()
         limit, layers = self._near.limit or 0, self._again.layers
-        found = (self._budget, self._device, self._rounds, self._peak, limit, self._missing, self._again.nbytes)
-        again = len(layers), self._again.off, self._again.outlook, self._again.kinds
-        return FitReport(*found, *again, self._sites, replace(self._saved(), budget=self._counted()))
+        return FitReport(
+            budget=self._budget,
+            device=self._device,
+            rounds=self._rounds,
+            peak=self._peak,
+            limit=limit,
+            missing=self._missing,
+            again=self._again.nbytes,
+            checkpoints=len(layers),
+            checkpoints_off=self._again.off,
+            outlook=self._again.outlook,
+            kinds=self._again.kinds,
+            sites=self._sites,
+            saved=replace(self._saved(), budget=self._counted()),
+        )
 
     def _counted(self, is_over: bool = False) -> BudgetReport:
         """Whether the budget was kept, with the round that is under way; it counts as a round as soon as it is over."""

@@ -20,7 +20,7 @@ from disthooks.saved.stores.order import PerThread, TimedOrder
 
 SMALL = 64 << 10  # bytes: smaller tensors share one copy, because each copy has a fixed cost (decision 41)
 JOINED = 1 << 20  # bytes: when the small tensors of a stream have so many, they are copied
-_LOOK = 64  # tensors to look ahead: backward departs from the expected order by a few, so more would only cost time
+_AHEAD = 64  # tensors to look ahead: backward departs from the expected order by a few, so more would only cost time
 _MARGIN = 1.5  # a copy is expected to take up to so many times as long as the last copies took
 
 
@@ -496,7 +496,7 @@ class Offload(Shared[Offloaded]):
         due: dict[Transfer, float] = {}  # in the order of reads, with the time at which backward reads each
         following = cast("Iterable[tuple[Offloaded, float]]", entry.order.after(entry))
         soonest, room = None, self.most - self._on_device + sum(transfer.nbytes for transfer in self._coming)
-        for other, _ in itertools.islice(following, _LOOK):
+        for other, _ in itertools.islice(following, _AHEAD):
             at, transfer = times.get(other.position), other.transfer
             soonest = at if soonest is None else soonest
             if transfer is None or transfer.is_there or transfer in due:

@@ -14,7 +14,7 @@ import torch
 Learns = TypeVar("Learns")
 
 _ORDERS = 8  # orders that are remembered: a thread may train several models, or batches of several lengths, in turn
-_LOOK = 256  # positions that a guess looks at; if all of them are dropped or were read, there is no guess
+_GUESSED = 256  # positions that a guess looks at; if all of them are dropped or were read, there is no guess
 
 
 class Ordered(Protocol):
@@ -177,7 +177,7 @@ class AccessOrder:
         else:
             now = known.times[rank]
             expected = ((known.order[i], known.times[i] - now) for i in range(rank + 1, len(known.order)))
-        for position, seconds in itertools.islice(expected, _LOOK):
+        for position, seconds in itertools.islice(expected, _GUESSED):
             other = self._tickets[position]
             if not other.dropped and position not in self._passed:
                 yield other, seconds

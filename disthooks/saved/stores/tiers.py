@@ -164,7 +164,7 @@ class Queue:
         return None if placed is None or placed.dropped or placed.tier != self._tier else placed
 
 
-_LOOK = 8  # tensors to look ahead in the order of reads, beside the plan
+_BESIDE_PLAN = 8  # tensors to look ahead in the order of reads, beside the plan
 _AHEAD = 32 << 20  # most bytes of these tensors that the tiers are asked to bring nearer
 
 
@@ -211,7 +211,7 @@ class OpenTiered(Store):
     def get(self, ticket: Placed) -> torch.Tensor:
         if comparing.is_under_way:
             return self._get_for_comparison(ticket)
-        following = self.turns.read(ticket, _LOOK)
+        following = self.turns.read(ticket, _BESIDE_PLAN)
         if self._is_ahead(ticket):
             self._leave_room(ticket.device)
         try:
@@ -407,8 +407,7 @@ class OpenTiered(Store):
     def _limits(self, device: torch.device) -> list[int | None]:
         """The bytes of each tier that a plan for tensors of ``device`` may use; None for no limit."""
         budgets = [self._budget(tier, device) for tier in range(len(self.stores))]
-        limits = [None if budget is None else budget.limit for budget in budgets]
-        return [limits[0], *limits[1:]]
+        return [None if budget is None else budget.limit for budget in budgets]
 
     # -- the device
 
