@@ -270,8 +270,8 @@ def _slow(run: Run) -> Iterator[Culprit]:
             if not isinstance(rank, int) or len(places) < many:
                 continue
             of_others = [len(row) for each, row in rows if each not in (None, rank)]
-            is_chance = (1 + sum(of_others)) / (_BEFORE + len(who) - len(places)) / ((run.ranks or 2) - 1)
-            by_chance = is_chance ** (len(places) / max(of_others, default=1))
+            often = (1 + sum(of_others)) / (_BEFORE + len(who) - len(places)) / ((run.ranks or 2) - 1)
+            by_chance = often ** (len(places) / max(of_others, default=1))
             lost = sum(float(most[at, 0] - others[phase][at]) * _steps_of(run, at) for at in places)
             if by_chance < _BY_CHANCE and lost > _NOTICED:
                 early = places[0]  # it may have begun with a smaller lead, or this rank led by chance
