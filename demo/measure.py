@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import statistics
@@ -88,6 +89,13 @@ class Measure:
         for name, total in zip(BYTES, totals, strict=True):
             self.modes[True].bytes[name] += total
 
+    def _ratios(self) -> list[float]:
+        """Of each pair of blocks the time of a step with disthooks over that without: a slow minute slows both down."""
+        blocks = [list(steps) for _, steps in itertools.groupby(self.steps, key=lambda step: step.saved)]
+        medians = [statistics.median(step.seconds for step in block) for block in blocks]
+        has_both = any(step.saved for step in self.steps) and not self.steps[0].saved
+        return [saved / plain for plain, saved in zip(medians[::2], medians[1::2], strict=False)] if has_both else []
+
     def summary(self) -> dict[str, Any]:
         """Both modes, as far as they were run, and the loss of the first and the last steps."""
         few = min(4, len(self.steps))
@@ -95,6 +103,7 @@ class Measure:
             "loss_first": statistics.fmean(step.loss for step in self.steps[:few]),
             "loss_last": statistics.fmean(step.loss for step in self.steps[-few:]),
             "loss_steps": few,
+            "ratios": self._ratios(),
             "without": self.modes[False].summary() if self.modes[False].seconds else None,
             "with": self.modes[True].summary() if self.modes[True].seconds else None,
         }

@@ -44,7 +44,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=_positive_float, default=1e-3, help="learning rate")
     add("--clip", type=_positive_float, default=1.0, help="largest norm of the whole gradient")
     add("--seed", type=int, default=0)
-    add("--limit", type=_positive_float, default=80.0, help="seconds after which no further blocks of steps begin")
+    add(
+        "--limit",
+        type=_positive_float,
+        default=80.0,
+        help="seconds after which no blocks of steps begin, if there were four pairs",
+    )
     add("--tiny", action="store_true", help="a model and a run small enough for a test")
 
 

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from disthooks._tensors import format_bytes
 
-ENOUGH = 16  # steps of each mode: of fewer, one slow turn of a busy machine decides which median is larger
-
 
 def gradient_summary(log: pathlib.Path) -> dict[str, Any]:
     """The log of gradients in a few numbers; none when it is elsewhere (``--hooks`` names its own place)."""
@@ -40,26 +38,10 @@ def show(summary: dict[str, Any], console: Console) -> None:
     console.print(_facts(summary))
     if summary["with"] or summary["without"]:
         console.print(_costs(summary))
-    if too_few(summary):
-        console.print(_few(summary), highlight=False, soft_wrap=True)
     console.print(f"{summary['seconds']:.0f} s in all, not counting the launcher", highlight=False)
     console.print(f"the page of what was predicted, and whose bytes they are: {summary['page']}", soft_wrap=True)
     if "report_page" in summary:
         console.print(f"the page of what was logged, layer by layer: {summary['report_page']}", soft_wrap=True)
-
-
-def too_few(summary: dict[str, Any]) -> bool:
-    """Whether both modes ran, and one of them for too few steps to compare their times."""
-    modes = (summary["without"], summary["with"])
-    return all(modes) and min(mode["steps"] for mode in modes) < ENOUGH
-
-
-def _few(summary: dict[str, Any]) -> str:
-    without, saved = summary["without"]["steps"], summary["with"]["steps"]
-    return (
-        f"{without} steps without and {saved} with are too few to compare their times: {ENOUGH} of each are needed. "
-        f"Give --steps {2 * ENOUGH} or more, and a longer --limit (seconds) on a slow or busy machine."
-    )
 
 
 def _facts(summary: dict[str, Any]) -> Table:
@@ -136,7 +118,10 @@ def _costs(summary: dict[str, Any]) -> Table:
     table = Table(title="what it cost, measured in turns in one run", title_justify="left", min_width=76)
     for heading in ("", "without", "with disthooks", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
-    without, saved, few = summary["without"], summary["with"], too_few(summary)
+    without, saved, pairs = summary["without"], summary["with"], summary["ratios"]
+    times = (
+        {"step_seconds": f"x {statistics.median(pairs):.2f}", "step_seconds_quartiles": _spread(pairs)} if pairs else {}
+    )
     modes = [
         mode and {**mode, "predicted_bytes": summary[f"predicted_{name}"]}
         for mode, name in ((without, "without"), (saved, "with"))
@@ -152,9 +137,13 @@ def _costs(summary: dict[str, Any]) -> Table:
         ("    predicted by explain", "predicted_bytes", format_bytes),
     ):
         values = [mode[key] if mode else None for mode in modes]
-        ratio = "too few steps" if few and key == "step_seconds" else _ratio(key, *values)
-        table.add_row(name, *(form(value) if value is not None else "-" for value in values), ratio)
+        shown = (form(value) if value is not None else "-" for value in values)
+        table.add_row(name, *shown, times.get(key, _ratio(key, *values)))
     return table
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "one pair"
 
 
 def _seconds(seconds: float) -> str:
@@ -166,7 +155,7 @@ def _range(ends: list[float]) -> str:
 
 
 def _ratio(key: str, without: Any, saved: Any) -> str:
-    if key not in ("step_seconds", "peak_bytes", "rise_bytes") or not without or saved is None:
+    if key not in ("peak_bytes", "rise_bytes") or not without or saved is None:
         return ""
     ratio = saved / without
     return f"x {ratio:.2f}" if math.isfinite(ratio) else ""

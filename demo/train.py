@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import time
@@ -33,6 +34,7 @@ from disthooks.saved.attach import SavingHandle
 from disthooks.saved.pipeline import Pipeline, pipeline
 
 WARM_UP_STEPS = 2
+PAIRS = 4  # of blocks, at least: their ratios show how sure the ratio of times is
 MODES = {"alternate": (False, True), "never": (False,), "always": (True,)}
 BEGAN = time.monotonic()
 
@@ -48,7 +50,7 @@ def main() -> None:
     shape, summary = train(Trainer(options, ranks), console)  # no name for the trainer here: see stop()
     stop()
     if ranks.first:
-        summary |= predict(options, ranks, shape, options.hooks or [("blocks.*", to_disk(options))])
+        summary |= predict(options, ranks, shape, options.hooks or [("blocks.*", to_disk(options.directory))])
         summary |= report(options.run / "gradients.jsonl")
         summary["seconds"] = time.monotonic() - BEGAN
         (options.run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -89,10 +91,10 @@ def train(trainer: Trainer, console: Console) -> tuple[Shape, dict[str, Any]]:
     log.unlink(missing_ok=True)
     with watch(trainer, log) as trainer.watch:
         for number in range(WARM_UP_STEPS):
-            trainer.step(number)
+            _, seconds = trainer.step(number)
         same = proof(trainer)
         measure = Measure(ranks, options.run)
-        run_blocks(trainer, measure, console, reserve=took)
+        run_blocks(trainer, measure, console, seconds, reserve=took)
     return trainer.shape, {
         "engine": options.engine,
         "world": ranks.world,
@@ -133,12 +135,13 @@ def save(trainer: Trainer) -> SavingHandle | SavingPlan:
     """Send what autograd saves in the blocks to disk, until ``remove()``."""
     if trainer.options.hooks:
         return trainer.options.hooks.save(trainer.model)
-    return dh.save_activations(trainer.model, "blocks.*", to_disk(trainer.options))
+    return dh.save_activations(trainer.model, "blocks.*", to_disk(trainer.options.directory))
 
 
-def to_disk(options: argparse.Namespace) -> Pipeline:
-    """Tensors of 4 KiB and more go to a file."""
-    return pipeline(dh.OnDisk(options.directory), at_least="4 KiB")
+@functools.cache
+def to_disk(directory: str) -> Pipeline:
+    """Tensors of 4 KiB and more go to a file. All blocks have one store, since it learns the order of reads."""
+    return pipeline(dh.OnDisk(directory), at_least="4 KiB")
 
 
 def proof(trainer: Trainer) -> dict[str, Any]:
@@ -157,20 +160,27 @@ def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:
     return sum(not torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one)
 
 
-def run_blocks(trainer: Trainer, measure: Measure, console: Console, reserve: float) -> None:
-    """Take turns between the modes until the steps are done, or the time is; all ranks stop alike."""
+def run_blocks(trainer: Trainer, measure: Measure, console: Console, seconds: float, reserve: float) -> None:
+    """Take turns between the modes until the steps are done, or the time is; all ranks stop alike.
+
+    Where steps are slow, or few were asked for, a block has fewer steps, so that there are some pairs of blocks.
+    """
     options, ranks = trainer.options, trainer.ranks
     modes = MODES[options.save]
-    rounds = options.steps // (options.block * len(modes))
+    fit = (options.limit - (time.monotonic() - BEGAN) - reserve) / (1.3 * seconds)
+    least = -ranks.max([-fit])[0]  # of the slowest rank
+    block = max(1, min(options.block, int(min(least, options.steps)) // (PAIRS * len(modes))))
+    rounds = options.steps // (block * len(modes))
     number = WARM_UP_STEPS
-    with Bar(rounds * len(modes) * options.block, console, ranks.first) as bar:
-        for left in reversed(range(rounds)):
+    with Bar(rounds * len(modes) * block, console, ranks.first) as bar:
+        for done in range(1, rounds + 1):
             began = time.monotonic()
             for saved in modes:
-                run_block(trainer, measure, bar, range(number, number + options.block), saved)
-                number += options.block
+                run_block(trainer, measure, bar, range(number, number + block), saved)
+                number += block
             now = time.monotonic()
-            if left and ranks.max([now - BEGAN + (now - began) + reserve])[0] > options.limit:
+            is_over = ranks.max([now - BEGAN + (now - began) + reserve])[0] > options.limit
+            if PAIRS <= done < rounds and is_over:
                 console.print(f"stopping early: one more round would pass --limit {options.limit:.0f} s")
                 break
 
