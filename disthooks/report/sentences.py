@@ -42,17 +42,18 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     if len(culprits) > _FEW:
         more = len(culprits) - _FEW
         things = f"{more} more things stand out; the last" if more > 1 else "1 more thing stands out: it"
-        wrong.append(f"{things} is at step {culprits[-1].step}.")
-    wrong += [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
-    if len(wrong) == sum(culprit.kind == "noted" for culprit in culprits[:_FEW]):
+        wrong.append(f"{things} is at step {max(named)}.")
+    others = [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
+    wrong += others
+    if not others and all(culprit.kind == "noted" for culprit in culprits):
         wrong.insert(0, nothing_said(run, found))
     said = [text.partition(":")[0] for text in wrong if _AS_SPIKE in text]
-    others = [step for step in spikes if not any(re.search(rf" {step}\b", steps) for steps in said)]
+    untold = [step for step in spikes if not any(re.search(rf" {step}\b", steps) for steps in said)]
     changed = changes(run)
     told = [change.text for change in changed[:_FEW]]
     if len(changed) > _FEW:
         told.append(f"The loop changed {len(changed) - _FEW} more things; the last at step {changed[-1].step}.")
-    return [*wrong, *told, *_clipping_said(run, others), *_saving_said(run), *found.unseen]
+    return [*wrong, *told, *_clipping_said(run, untold), *_saving_said(run), *found.unseen]
 
 
 def nothing_said(run: Run, found: Timeline) -> str:
