@@ -262,7 +262,8 @@ def _slow(run: Run) -> Iterator[Culprit]:
         most = values_of(run, "", f"{phase}_seconds/max_rank")
         if most is None:
             continue
-        leads = ((most[:, 0] - others[phase]) / step).tolist()
+        gaps = most[:, 0] - others[phase]
+        leads = (gaps / step).tolist()
         ranks = run.labels(f"{phase}_seconds/argmax_rank")
         who = [rank if lead > share else None for rank, lead in zip(ranks, leads, strict=True)]
         rows = [(rank, list(group)) for rank, group in itertools.groupby(range(len(who)), key=who.__getitem__)]
@@ -272,10 +273,13 @@ def _slow(run: Run) -> Iterator[Culprit]:
             of_others = [len(row) for each, row in rows if each not in (None, rank)]
             often = (1 + sum(of_others)) / (_BEFORE + len(who) - len(places)) / ((run.ranks or 2) - 1)
             by_chance = often ** (len(places) / max(of_others, default=1))
-            lost = sum(float(most[at, 0] - others[phase][at]) * _steps_of(run, at) for at in places)
+            lost = sum(float(gaps[at]) * _steps_of(run, at) for at in places)
             if by_chance < _BY_CHANCE and lost > _NOTICED:
-                early = places[0]  # it may have begun with a smaller lead, or this rank led by chance
-                while early and ranks[early - 1] == rank and leads[early - 1] > _SLOW[-1][0]:
+                early = places[0]  # it may have begun with a smaller lead, in longer steps, or led by chance
+                usual = float(gaps[places].median())
+                while early and ranks[early - 1] == rank:
+                    if leads[early - 1] < _SLOW[-1][0] and float(gaps[early - 1]) < usual / 2:
+                        break
                     early -= 1
                 takes, rest = (statistics.median(column[places].tolist()) for column in (most[:, 0], others[phase]))
                 what = (

@@ -266,6 +266,15 @@ def test_a_rank_that_led_by_less_before_it_was_slow_gives_a_range(tmp_path: path
     assert (found.first, found.step) == (10, 10)
 
 
+def test_a_rank_is_slow_from_the_step_on_in_which_it_began_though_some_steps_are_long(tmp_path: pathlib.Path) -> None:
+    """Another process makes forward long in steps 25 to 27 on all ranks: the lead is a small share of these steps."""
+    records = _timed(50, lambda step: (0.1 if step >= 20 else 0.011, int(step >= 20)))
+    for record in records[25:28]:
+        record |= {"forward_seconds": 0.8, "forward_seconds/max_rank": 0.8}
+    (found,) = found_in(tmp_path, records)
+    assert (found.rank, found.first) == (1, 20)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_that_wait_for_a_core_in_turns_are_not_slow(seed: int, tmp_path: pathlib.Path) -> None:
     """A loaded machine: one rank or the other is late for some records in a row, seven of them at times."""
