@@ -346,6 +346,46 @@ def test_a_mask_of_infinity_is_noted_and_hides_no_nan(tmp_path: pathlib.Path) ->
     assert [(each.kind, each.step, each.where) for each in found] == [("nonfinite", 60, "out")]
 
 
+def test_several_masks_are_noted_once_and_behind_what_went_wrong(tmp_path: pathlib.Path) -> None:
+    modules = {f"activation_nonfinite/module/blocks.{i}.mask": 15.0 for i in range(4)}
+    records = numbers("loss", [1.0] * 80, nonfinite=0, **modules)
+    said = said_of(tmp_path, records)
+    assert said[0].startswith("Nothing stands out as a fault in 80 logged steps")
+    assert said[1] == (
+        "Step 0: the outputs of 4 modules have infinite or NaN elements from the first record on, as masks do "
+        "(blocks.0.mask, blocks.1.mask, blocks.2.mask, ...)."
+    )
+    records[60]["loss"] = math.nan
+    assert said_of(tmp_path, records)[0].startswith("Step 60: the loss became NaN")
+
+
+def test_a_bad_batch_of_one_rank_in_a_loss_below_zero(tmp_path: pathlib.Path) -> None:
+    """The loss falls all the time; only beside the other rank one of its numbers stands out."""
+    chance = random.Random(0)
+    records = []
+    for step in range(80):
+        of_ranks = [1.0 - step / 40 + chance.gauss(0, 0.1) for _ in range(2)]
+        of_ranks[1] += 3.0 * (step == 60)
+        most = max(range(2), key=of_ranks.__getitem__)
+        records.append({"step": step, "about": {"ranks": 2}, "loss": sum(of_ranks) / 2})
+        records[-1] |= {"loss/max_rank": of_ranks[most], "loss/argmax_rank": most}
+    (found,) = found_in(tmp_path, records)
+    assert (found.kind, found.step, found.rank) == ("batch", 60, 1)
+    assert "times" not in found.evidence[0]
+
+
+def test_a_gradient_that_was_zero_in_half_of_the_steps_and_jumped(tmp_path: pathlib.Path) -> None:
+    chance = random.Random(0)
+    names = [f"{i}.weight" for i in range(4)]
+    records: list[dict[str, Any]] = []
+    for step in range(60):
+        norms = [math.exp(chance.gauss(0, 0.1)) for _ in names]
+        norms[1] *= (step % 2) * (1e20 if step == 41 else 1.0)
+        records.append({"step": step, "param": {"grad_norm": norms}, **({} if step else {"names": {"param": names}})})
+    (found,) = found_in(tmp_path, records)
+    assert (found.kind, found.step, found.where) == ("gradient", 41, "1.weight")
+
+
 def test_a_rate_that_jumps_is_named_in_a_log_of_few_records(tmp_path: pathlib.Path) -> None:
     """Every 7 steps; a schedule that begins again, and a warm-up, are nothing."""
     rates = {
