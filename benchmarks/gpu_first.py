@@ -44,7 +44,7 @@ PACKAGES = (
     "matplotlib",
     "pydantic",
 )
-PACKAGES += ("zstandard", "lz4", "trl", "transformers", "accelerate", "torchtune", "transformer_engine")
+PACKAGES += ("trl", "transformers", "accelerate", "torchtune", "transformer_engine")
 TESTS = ("tests/gpu/test_transfer_gpu.py", "tests/gpu/test_codecs_gpu.py")
 STEPS = 6
 

@@ -530,7 +530,7 @@ def _check_state(watched: dict[str, Any]) -> None:
 
 
 def _without_loop(record: dict[str, Any]) -> dict[str, Any]:
-    """What was measured: what the loop has set stands in some records alone, and each rank has its own batch."""
+    """The record without what the loop set: only some records have it, and ranks have other batches."""
     return {name: value for name, value in record.items() if not name.startswith("loop/")}
 
 

@@ -7,13 +7,12 @@ The terminal, ``--json``, the page and ``disthooks watch`` say what is in this o
 # What is known for certain (known.py) and the jumps (episodes.py) are events with a range of steps in which they can
 # have begun. Of events that belong together the earliest is the cause, and the others are told as its consequences:
 #
-# - a jump that begins with something certain, or in the records after it, came of it, but if the step was skipped, only
-#   one in the same step. Copies that differ and other
-#   weights explain all jumps after them;
+# - a jump that begins with something certain, or in the records after it, came of it. If the step was skipped, only a
+#   jump in the same step did. Copies that differ and other weights explain all jumps after them;
 # - numbers that become infinite or NaN, and layers that die, while a jump lasts came of the jump;
 # - if copies differ, one changed between two comparisons. An output of its module or an update of the parameter that
 #   jumped between them tells in which step, and on which of two ranks;
-# - three jumps on one rank are one thing, with the steps;
+# - three jumps or more on one rank are one thing, with the steps;
 # - a slow rank and a learning rate are things by themselves.
 
 from __future__ import annotations

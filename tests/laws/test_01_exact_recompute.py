@@ -599,8 +599,6 @@ def _gradients(function: Callable[[torch.Tensor], torch.Tensor], *stages: object
 def test_a_source_that_the_store_has_may_be_changed(
     function: Callable[[torch.Tensor], torch.Tensor], store: str, tmp_path: pathlib.Path
 ) -> None:
-    if store == "compressed":
-        pytest.importorskip("zstandard")
     truth = list(_gradients(function))
     assert identical(list(_gradients(function, dh.Recompute(), *OWN[store](tmp_path))), truth)
 

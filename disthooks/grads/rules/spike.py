@@ -18,8 +18,6 @@ from disthooks.grads.stats.base import ForwardNeeds, Measure
 from disthooks.grads.stats.forward import StepSums
 from disthooks.grads.stats.norms import Power
 
-_ROLLING = 10_000  # steps of the rolling score
-
 
 @register("rule")
 @dataclass(frozen=True)

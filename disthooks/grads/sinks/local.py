@@ -241,6 +241,10 @@ def _without_edges(value: Any) -> Any:
     return {"bins": [place for place, _ in filled], "counts": [count for _, count in filled]}
 
 
+#: The names that a console leaves out.
+_NOT_TOLD = re.compile(rf"loop/|.*/(param|module)/|.*{OF_RANKS}$")
+
+
 @register("sink", hidden=("print",))
 @dataclass(frozen=True)
 class Console:
@@ -261,8 +265,7 @@ class Console:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Print one line, without empty values, values of single parameters and ranks, and what the loop set."""
-        is_left_out = re.compile(rf"loop/|.*/(param|module)/|.*{OF_RANKS}$").match
-        told = {name: value for name, value in record.items() if not is_left_out(name) and not is_empty(value)}
+        told = {name: value for name, value in record.items() if not (_NOT_TOLD.match(name) or is_empty(value))}
         self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
 
 
