@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import collections
 import os
 import threading
@@ -52,6 +53,10 @@ def new_lock() -> Any:
     lock = threading.RLock()
     _locks.add(lock)
     return lock
+
+
+#: The class of a reentrant lock. An object that is its own lock has it as its base; checkers of types call it final.
+ReentrantLock: Any = _thread.RLock
 
 
 #: Held while a public name is imported. See [Note: interrupts and forks].

@@ -20,7 +20,7 @@ import itertools
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -78,7 +78,6 @@ def format_bytes(count: float) -> str:
 
 
 # Every saved tensor pays for the look-ups of these names.
-_new_tuple = tuple.__new__
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -102,11 +101,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is _Tensor or type(tensor) in bitless.kinds
 
 
+# Some of the other dtypes have no kernel for a copy (torch.int4, torch.bits8), so their contents are taken as bits.
+COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
 class Layout(NamedTuple):
     """Where the elements of a strided tensor are in its storage.
 
     ``size``, ``stride`` and ``offset`` count elements of ``dtype``. ``conj`` and ``neg`` are the bits with which torch
-    marks a lazy conjugate and a lazy negative.
+    marks a lazy conjugate and a lazy negative. ``is_copied`` says whether a contiguous copy has the same layout.
     """
 
     dtype: torch.dtype
@@ -115,19 +119,14 @@ class Layout(NamedTuple):
     offset: int
     conj: bool
     neg: bool
+    is_copied: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        fields = (
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        # `tuple.__new__` takes half the time of `Layout(...)`, and every saved tensor has a layout.
-        return _new_tuple(Layout, fields)
+        """The layout of ``tensor``. Equal layouts are mostly one object."""
+        dtype = tensor.dtype
+        conj = dtype.is_complex and tensor.is_conj()
+        return _layouts[dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), conj, tensor.is_neg()]
 
     def end(self) -> int:
         """The number of elements from the start of the storage to the last one of this layout, both included.
@@ -181,6 +180,26 @@ class Layout(NamedTuple):
         tensor = whole.detach()
         tensor.data = self.over(whole.untyped_storage(), shift)
         return tensor
+
+
+class _Layouts(dict[Any, Layout]):
+    """The layouts that were asked for, by their fields."""
+
+    def __missing__(self, fields: Any) -> Layout:
+        dtype, size, stride, offset, conj, neg = fields
+        dense, expected = [], 1
+        for n in reversed(size):
+            dense.append(expected)
+            expected *= n
+        # A dimension of one element may have any stride, and a copy would have another.
+        is_plain = offset == 0 and dtype in COPIED and not (conj or neg) and 1 not in size
+        if len(self) >= 4096:
+            self.clear()
+        is_copied = is_plain and stride == tuple(reversed(dense))
+        return self.setdefault(fields, Layout._make((*fields, is_copied)))
+
+
+_layouts = _Layouts()
 
 
 def resident(tensor: torch.Tensor) -> int:

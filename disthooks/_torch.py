@@ -77,15 +77,9 @@ hooks_around_checkpoint: Callable[[], tuple[Callable[..., Any], Callable[..., An
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
-_PythonNode = torch.autograd.function.BackwardCFunction
-
-
-def is_python_node(node: Any) -> bool:
-    """Whether ``node`` runs a user's code. Such code may read a saved tensor several times; torch's nodes read it once.
-
-    It is True for None, too: outside of a backward only a user's code reads saved tensors.
-    """
-    return node is None or isinstance(node, _PythonNode)
+#: The class of the nodes that run a user's code. Such code may read a saved tensor several times; torch's nodes read it
+#: once. Outside of a backward, where there is no node, only a user's code reads saved tensors.
+PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -144,7 +138,7 @@ def drop_failed_backward_at_exit() -> None:
 
 def node_name(node: Any) -> str:
     """The name that torch gives to the kind of ``node``; "" for a user's own node, whose ``name`` may be anything."""
-    return "" if isinstance(node, _PythonNode) else node.name()
+    return "" if isinstance(node, PYTHON_NODE) else node.name()
 
 
 class _Counts:
@@ -257,6 +251,10 @@ def forget_compiled() -> None:
         compiler.reset_code_caches()
 
 
+#: Frees what ``storage._weak_ref()`` gave.
+free_weak_ref: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref
+
+
 class StorageRef:
     """A weak reference to a storage, by torch's own counts; see [Note: torch's own counts].
 
@@ -282,7 +280,7 @@ class StorageRef:
 
     # The function is a default argument, because globals may be gone when the interpreter ends.
     @uncompiled()
-    def __del__(self, _free: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref) -> None:
+    def __del__(self, _free: Callable[[Any], Any] = free_weak_ref) -> None:
         _free(self._ref)
 
 

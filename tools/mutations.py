@@ -30,7 +30,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = (
     # saved tensors: identity of contents, views, mutation
-    Mutation("saved/hooks.py", "if packed.saved_at == saved_at:", "if True:", "tests/laws -k 01_exact"),
+    Mutation("saved/contents.py", "if packed.saved_at == saved_at:", "if True:", "tests/laws -k 01_exact"),
     Mutation("saved/packed.py", "if self.tensor._version != self.version:", "if False:", "tests/laws -k 05_mutation"),
     Mutation(
         "saved/hooks.py",

@@ -29,112 +29,224 @@ import ctypes
 import functools
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from disthooks._locks import new_lock
 from disthooks._streams import handed_over
-from disthooks._tensors import Layout, StorageRegion, alone, is_most_of, region_of
-from disthooks._torch import uncompiled
+from disthooks._tensors import COPIED, Layout, StorageRegion, alone, is_most_of, region_of
+from disthooks._torch import StorageRef, free_weak_ref, uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
-from disthooks.saved.counters import Counters
-from disthooks.saved.packed import Packed
+from disthooks.saved.counters import ModuleCounts
+from disthooks.saved.packed import Decision, Handle, Packed, Place, SavedTensor
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.host import memory_of
 from disthooks.saved.when_to_hook import refuse_capture
 
-# All views of one packed value have the same key: the address of the storage object, the version, the region (or the
-# dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py. Equal keys do not say
-# that the contents are equal.
-Key = tuple[int, int, object, int]
+
+class MakesContents(Protocol):
+    def make(self, saved: SavedTensor, decision: Decision) -> Packed:
+        """The packed value of ``saved``, whose content is not known yet."""
 
 
 class ContentIndex:
-    """Finds the packed values of one attachment that are alive, so that one content is packed once.
+    """Decides which content a saved tensor is, so that one content of an attachment is packed once.
 
-    A look-up needs no lock, because it is one operation of a dict. ``add`` has one: of two threads that pack the same
-    content at the same time, only one adds it. References to values that are gone are sorted out from time to time,
-    because a callback for each of them would cost more (decision 29).
+    A look-up needs no lock, because it is one operation of a dict. To add a content takes one: of two threads that pack
+    the same content at the same time, only one adds it. References to values that are gone are sorted out from time to
+    time, because a callback for each of them would cost more (decision 29).
+
+    All views of one content have the same key: the address of the storage object, the version, the region (or the
+    dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py. A key is the hash of
+    these, so they are compared with those of the content that is found.
+
+    Args:
+        at_least: a view of fewer bytes is found by a full look alone, which may leave it in memory.
+        is_typed: whether there are codecs, which need to know the dtype of a content.
 
     Attributes:
-        by_owner: the values that are all of their storage, by the identity of the tensor that counts the changes.
-        recent: the values that were offloaded last, whose copies are in memory for operators that save the same again.
-        undecided: the values whose contents may be dropped once a device has said so.
+        by_owner: the contents that are all of their storage, by the identity of the tensor that counts the changes.
+        alive: every object that holds bytes of the store. A sum that destructors change would stay
+            wrong after the handler of a signal has raised an error in one of them.
+        recent: the contents that were offloaded last, whose copies are in memory for operators that save them again.
+        undecided: the contents that may be dropped once a device has said so.
+        has_bytes: whether the bytes of tensors of the CPU are copied at once, and compared.
     """
 
-    def __init__(self, is_typed: bool = False) -> None:
-        self._by_key: dict[Key, weakref.ref[Packed]] = {}
+    def __init__(self, at_least: int = 0, is_typed: bool = False) -> None:
+        self._at_least, self._is_typed, self._until_sorted = at_least, is_typed, 1024
+        self._by_key: dict[int, weakref.ref[Packed]] = {}
         self.by_owner: dict[int, weakref.ref[Packed]] = {}
-        self._is_typed, self._limit = is_typed, 1024
+        self.alive: dict[weakref.ref[Any], None] = {}
+        self.has_bytes = True
+        self._parts: dict[int, _Parts] = {}  # by the key of the whole storage
         self._lock = new_lock()
         self.recent: collections.deque[weakref.ref[Packed]] = collections.deque()
         self.undecided: collections.deque[weakref.ref[Packed]] = collections.deque()
 
-    def __len__(self) -> int:
-        return len(self._by_key) + len(self.by_owner)
-
-    def find(self, key: Key) -> Packed | None:
-        """The packed value under ``key``; None if it is gone, or if no other saved tensor may share it."""
-        reference = self._by_key.get(key)
-        packed = None if reference is None else reference()
-        return None if packed is None or packed.is_withdrawn else packed
-
-    def add(self, key: Key, packed: Packed, known: Packed | None = None, owner: int | None = None) -> bool:
-        """Let ``find`` find ``packed`` under ``key`` as long as it lives.
-
-        Args:
-            key: of the content.
-            packed: the content.
-            known: what ``find`` found under ``key``, with other contents; ``packed`` takes its place.
-            owner: ``lookup_view`` finds ``packed``, which must be all of its storage, for the tensor of this identity
-                and for its views.
-
-        Returns:
-            False, and ``packed`` is not added, if another thread has added a value since ``known`` was found.
-        """
-        with self._lock:
-            if key in self._by_key and self.find(key) not in (None, known):
-                return False
-            if len(self._by_key) + len(self.by_owner) > self._limit:
-                _sort_out(self._by_key)
-                _sort_out(self.by_owner)
-                self._limit = 2 * len(self) + 1024
-            reference = self._by_key[key] = weakref.ref(packed)
-            if owner is not None:
-                self.by_owner[owner] = reference
-            return True
-
-    def lookup_view(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
-        """The packed value of ``tensor``, and its layout. It is the short way if it or a view of it was saved before.
+    def find(
+        self, tensor: torch.Tensor, owner: torch.Tensor, owner_id: int, saved_at: int
+    ) -> tuple[Packed, Layout] | None:
+        """The content of ``tensor``, and its layout. It is the short way if it or a view of it was saved before.
 
         None if a full look is necessary.
         """
-        reference = self.by_owner.get(id(owner))
+        reference = self.by_owner.get(owner_id)
         packed = None if reference is None else reference()
-        if packed is None or packed.is_withdrawn or packed.owner() is not owner or tensor._version != packed.version:
+        if packed is None or packed.place == "withdrawn" or packed.owner() is not owner:
             return None
-        if owner.dim() < 2 and not owner.requires_grad:
+        if tensor._version != packed.version or (owner.ndim < 2 and not owner.requires_grad):
             return None  # a constant vector may be written uncounted (decision 12)
         if tensor is not owner and (type(tensor) is not torch.Tensor or tensor.is_nested):
             return None  # a view of plain memory that is no plain tensor
         if tensor.untyped_storage()._cdata != packed.storage_ref.address:
             return None
-        layout = Layout.of(tensor)
-        if layout == packed.first_layout:
-            return packed, packed.first_layout
-        nbytes = tensor.nbytes
-        is_whole = nbytes >= at_least and is_most_of(layout, nbytes, packed.nbytes)
-        has_dtype = not self._is_typed or layout.dtype is packed.first_layout.dtype
-        return (packed, layout) if is_whole and has_dtype else None
+        layout, first = Layout.of(tensor), packed.first_layout
+        if layout is not first and layout != first:
+            nbytes = tensor.nbytes
+            if nbytes < self._at_least or not is_most_of(layout, nbytes, packed.nbytes):
+                return None
+            if self._is_typed and layout.dtype is not first.dtype:
+                return None
+        return (packed, layout) if self._is_same(packed, tensor, layout, saved_at) else None
+
+    def find_or_add(self, saved: SavedTensor, decision: Decision, maker: MakesContents) -> tuple[Packed, Handle, bool]:
+        """The content of ``saved``, a handle on it, and whether it is new: ``maker`` makes it, if it is not known."""
+        part, owner, owner_id, storage, _, layout, region, saved_at, _, is_small, _ = saved
+        dtype = layout.dtype if self._is_typed and not is_small else None
+        address, version = storage._cdata, part._version
+        key = whole_key = hash((address, version, region or dtype, owner_id))
+        found = known = self._known(key, saved, region) if key in self._by_key else None
+        # Batch norm writes into its running statistics without counting it, so constant vectors are not shared
+        # (decision 12).
+        is_vector = owner.ndim < 2 and not owner.requires_grad
+        if region is not None:
+            whole_key = hash((address, version, dtype, owner_id))
+            if not (known is not None or is_small or is_vector):
+                known = self._whole(whole_key, saved, region)
+        if known is not None and not is_vector:
+            if self._is_same(known, part, layout, saved_at):
+                return known, known.handle(layout), False
+            if decision.fate == "recompute":
+                # It was written without a count since it was saved first, so its node does not tell what it is now.
+                decision = decision._replace(fate="store")
+        packed = maker.make(saved, decision)
+        packed.counts.all.saved_bytes += part.nbytes  # the handle takes the sum
+        handle = Handle(packed, layout)
+        packed.first_handle = weakref.ref(handle)
+        if not self._is_added(key, packed, saved, found, is_vector):
+            # Another thread was faster, and mostly with the same contents.
+            packed.counts.all.saved_bytes -= part.nbytes
+            return self.find_or_add(saved, decision, maker)
+        if region is not None and not is_small:
+            self._parts[whole_key] = _Parts.with_(self._parts.get(whole_key), packed, region)
+        return packed, handle, True
+
+    def _is_added(self, key: int, packed: Packed, saved: SavedTensor, found: Packed | None, is_vector: bool) -> bool:
+        """Add ``packed`` in place of ``found``, unless another thread has added a content meanwhile."""
+        part, region = saved.part, saved.region
+        with packed:  # another thread that finds the packed value waits for the copy, and compares with it
+            with self._lock:
+                if key in self._by_key and self._known(key, saved, region) not in (None, found):
+                    return False
+                reference = self._by_key[key] = self.hold(packed)
+                if packed.has_short_way and region is None and not is_vector and type(saved.owner) is type(part):
+                    self.by_owner[saved.owner_id] = reference
+            if part.is_cpu and self.has_bytes and not (saved.is_fresh or is_vector):
+                packed.copy_now()
+        return True
+
+    def _known(self, key: int, saved: SavedTensor, region: StorageRegion | None) -> Packed | None:
+        """The content under ``key``, if it is of this owner and region, and other saved tensors may share it."""
+        reference = self._by_key.get(key)
+        packed = None if reference is None else reference()
+        if packed is None or packed.place == "withdrawn" or packed.owner() is not saved.owner:
+            return None
+        if packed.storage_ref.address != saved.storage._cdata or packed.version != saved.part._version:
+            return None
+        is_other = self._is_typed and not saved.is_small and packed.first_layout.dtype is not saved.layout.dtype
+        return None if is_other or packed.region != region else packed
+
+    def _whole(self, key: int, saved: SavedTensor, region: StorageRegion) -> Packed | None:
+        """The content of all of the storage that ``region`` belongs to, under ``key``.
+
+        Queries, keys and values are thirds of one storage, mostly. If each were packed alone, it would be copied out of
+        the storage, and spread again in backward to strides that reach over nearly all of it. So if the regions that
+        this operator saves are half of the storage, the first of them becomes that content (decision 42).
+        """
+        whole = self._known(key, saved, None)
+        parts = self._parts.get(key)
+        if whole is not None or parts is None or parts.saved_at != saved.saved_at:
+            return whole
+        first = parts.first()
+        if first is None or first.region is None or first.place == "offloaded" or first.owner() is not saved.owner:
+            return None
+        if (parts.nbytes + region.nbytes) * 2 < saved.nbytes:
+            return None
+        with first:
+            with self._lock:
+                whole = self._known(key, saved, None)
+                if whole is not None:
+                    return whole  # another thread was faster
+                self._by_key[key], first.region = weakref.ref(first), None
+            first.copy_again()
+        return first
+
+    def _is_same(self, packed: Packed, part: torch.Tensor, layout: Layout, saved_at: int) -> bool:
+        """Whether ``part`` still is what was ``packed``. See [Note: leaves within one call]."""
+        if packed.saved_at == saved_at:
+            return True
+        is_comparable = part.is_cpu and self.has_bytes
+        is_same = packed.has_contents_of(part, layout) if is_comparable else packed.nature == "result"
+        is_same = is_same and packed.is_intact  # or what computes it again is gone, as a weight that FSDP has freed
+        if is_same:
+            packed.saved_at = saved_at
+        return is_same
+
+    def hold(self, packed: Any) -> weakref.ref[Any]:
+        """Let ``held_bytes`` of ``packed`` count, as long as it lives. Returns a reference to it."""
+        self._until_sorted -= 1
+        if self._until_sorted < 0:
+            _sort_out(self._by_key)
+            _sort_out(self.by_owner)
+            for reference in list(self.alive):
+                if reference() is None:
+                    self.alive.pop(reference, None)
+            self._parts.clear()
+            self._until_sorted = len(self.alive) + 1024
+        reference = weakref.ref(packed)
+        self.alive[reference] = None
+        return reference
+
+    def held_bytes(self) -> int:
+        """The bytes that the store has of all that is alive."""
+        return sum(each.held_bytes for ref in list(self.alive) if (each := ref()) is not None)
 
 
-_Name = TypeVar("_Name")
+class _Parts(NamedTuple):
+    """The regions of one storage that one operator saves: there may be thousands of them.
+
+    Attributes:
+        saved_at: the operator.
+        first: the content of the first region.
+        nbytes: the sum of all regions.
+    """
+
+    saved_at: int
+    first: weakref.ref[Packed]
+    nbytes: int
+
+    @staticmethod
+    def with_(before: _Parts | None, packed: Packed, region: StorageRegion) -> _Parts:
+        if before is None or before.saved_at != packed.saved_at or before.first() is None:
+            return _Parts(packed.saved_at, weakref.ref(packed), region.nbytes)
+        return before._replace(nbytes=before.nbytes + region.nbytes)
 
 
-def _sort_out(table: dict[_Name, weakref.ref[Packed]]) -> None:
+def _sort_out(table: dict[int, weakref.ref[Any]]) -> None:
     """Remove the references to values that are gone. A destructor may add some meanwhile."""
     for name in list(table):  # it makes no object that could start a collection of garbage
         reference = table.get(name)
@@ -142,26 +254,37 @@ def _sort_out(table: dict[_Name, weakref.ref[Packed]]) -> None:
             table.pop(name, None)
 
 
-class StoredTickets:
-    """The tickets that the store gave for one packed value, and where the tensors lay. They are dropped with it.
+_NO_TICKET: Any = object()
+
+
+class StoredTickets(StorageRef):
+    """The tickets that the store gave for one content, and where the tensors lay. They are dropped with it.
 
     This object has the destructor, so that the packed value needs none. While a destructor runs, Python lets other
     threads find the dying object again, and they would share bytes that are being dropped (decision 13).
+
+    Attributes:
+        first: the ticket of the first tensor; there is one tensor without codecs.
+        lies_at: where that tensor lay.
+        more: the ticket of each of the others, and where it lay.
+        nbytes: of all tensors that the store has.
     """
 
-    __slots__ = ("__weakref__", "_store", "addresses", "nbytes", "tickets")
+    __slots__ = ("_store", "first", "lies_at", "more", "nbytes")
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.tickets: list[Any] = []
-        self.addresses: list[int] = []
-        self.nbytes = 0
+    def __init__(self, storage: torch.UntypedStorage, store: Store) -> None:
+        self.address, self._ref = storage._cdata, storage._weak_ref()
+        self._store, self.first, self.lies_at, self.nbytes = store, _NO_TICKET, 0, 0
+        self.more: tuple[tuple[Any, int], ...] = ()
 
     @uncompiled()
-    def __del__(self) -> None:
-        # A store's `drop` takes no lock: see [Note: locks].
-        for ticket in self.tickets:
-            self._store.drop(ticket)
+    def __del__(self, _free: Callable[[Any], None] = free_weak_ref, _none: Any = _NO_TICKET) -> None:
+        # A store's `drop` takes no lock: see [Note: locks]. Globals may be gone when the interpreter ends.
+        if self.first is not _none:
+            self._store.drop(self.first)
+            for ticket, _ in self.more:
+                self._store.drop(ticket)
+        _free(self._ref)
 
 
 class StoredContent(Packed):
@@ -174,45 +297,30 @@ class StoredContent(Packed):
         "_shape",
         "_spec",
         "_store",
-        "_tickets",
         "_weak_copy",
-        "is_in_place",
     )
+
+    storage_ref: StoredTickets
+    has_short_way = True
 
     #: Whether the contents may stay where they are, if no codec changes them and the store would put them there.
     may_stay = True
 
-    def __init__(
-        self,
-        alias: torch.Tensor,
-        storage: torch.UntypedStorage,
-        region: StorageRegion | None,
-        first_layout: Layout,
-        codecs: Sequence[Codec],
-        store: Store,
-        counters: Counters,
-        module_name: str,
-    ) -> None:
-        Packed.__init__(self, alias, storage, region, first_layout, counters, module_name)
+    def __init__(self, saved: SavedTensor, codecs: Sequence[Codec], store: Store, counts: ModuleCounts) -> None:
+        Packed.__init__(self, saved, StoredTickets(saved.storage, store), counts)
         self._codecs, self._store = codecs, store
         # Whether the tensor is all of its storage, in its order, in a dtype that torch can copy.
-        self.is_in_order = (
-            region is None
-            and first_layout.offset == 0
-            and not (first_layout.conj or first_layout.neg)
-            and alias.is_contiguous()
-            and 1 not in first_layout.size  # such a dimension may have any stride, and a copy would have another
-            and alias.nbytes == self.nbytes
-            and first_layout.dtype in _COPIED
-        )
+        self.is_in_order = saved.layout.is_copied and saved.part.nbytes == saved.nbytes
         # The contents as they were saved: held until the store has them, and a little longer for operators that save
         # the same again. See [Note: contents are of one moment].
         self._copy: torch.Tensor | None = None
         self._weak_copy: weakref.ref[torch.Tensor] | None = None
         self._checksum: int | None = None
-        # Whether the contents stayed where the user has them, because no codec changed them. Otherwise a value without
-        # a copy is one that nobody has copied yet, and a second thread must not share it.
-        self.is_in_place = False
+        self._shape: tuple[torch.dtype, torch.Size] | None = None  # of what is stored, if the tensor has another one
+
+    @property
+    def held_bytes(self) -> int:
+        return self.storage_ref.nbytes
 
     @property
     def is_lossless(self) -> bool:
@@ -221,11 +329,11 @@ class StoredContent(Packed):
     # -- the copy, and comparisons with it
 
     def copy_now(self) -> None:
-        self._copy = self._copied(self.alias.untyped_storage())
+        self._copy = self._store.own(self.alias) if self.is_in_order else self._copied()
         self._weak_copy = weakref.ref(self._copy)
 
     def copy_again(self) -> None:
-        with self.lock:
+        with self:
             if self._copy is not None:
                 self.copy_now()
 
@@ -234,6 +342,7 @@ class StoredContent(Packed):
         # Without the lock: `copy` lives, and is compared with, until there is the checksum.
         if copy is not None and self._weak_copy is not None and self.owner() is not None:
             self._checksum = _checksum(copy)  # it tells later whether a tensor that is saved again is the same
+        self._weak_copy = None
 
     def stay_in_memory(self) -> None:
         self._copy = self._weak_copy = None
@@ -247,10 +356,11 @@ class StoredContent(Packed):
         if copy is not None and layout is self.first_layout and self.region is None:
             nbytes = storage.nbytes()
             return nbytes == copy.nbytes and _memcmp(storage.data_ptr(), copy.data_ptr(), nbytes) == 0
-        with self.lock:
+        with self:
             copy = None if self._weak_copy is None else self._weak_copy()
             if copy is None and self._checksum is None:
-                return self.is_in_place  # the contents are where the user has them
+                # Nobody has copied it yet, and a second thread must not share it; or nobody will.
+                return self.place == "in place"
             if storage.nbytes() != self.nbytes:
                 return False
             region = self.region
@@ -265,54 +375,66 @@ class StoredContent(Packed):
                 now = region.over(storage).contiguous()
             return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
 
-    def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def _copied(self) -> torch.Tensor:
         if self.is_in_order:
             return self._store.own(self.alias)
-        return self._store.own(self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED))
+        storage, dtype = self.alias.untyped_storage(), self.alias.dtype
+        return self._store.own(self.content(storage, typed=bool(self._codecs) or dtype in COPIED))
 
     # -- to the store
 
-    def _offload(self, storage: torch.UntypedStorage) -> bool:
-        if self._copy is None:
-            self._copy = self._copied(storage)
-            # A fresh tensor, which `pack` did not copy. The next operator may save it again, so the copy is compared.
-            if self._copy.is_cpu and self._checksum is None:
-                self._weak_copy = weakref.ref(self._copy)
+    def _offload(self, storage: torch.UntypedStorage) -> Place:
         content = self._copy
+        if content is None:
+            content = self._copy = self._copied()
+            # A fresh tensor, which `pack` did not copy. The next operator may save it again, so the copy is compared.
+            if content.is_cpu and self._checksum is None:
+                self._weak_copy = weakref.ref(content)
         if not content.is_cpu:
             self._copy = None
-        parts = self._encode(content) if self._codecs else (content,)
-        is_unchanged = len(parts) == 1 and parts[0] is content
-        if self._codecs and is_unchanged and self.may_stay and not self._store.leaves_memory(content):
-            self.counters.count_kept("in place", self.nbytes, self.module_name)
-            self._copy = self._weak_copy = None
-            self.is_in_place = True
-            return False
-        self._shape = (content.dtype, content.shape)
-        begin, total, moved = time.perf_counter(), 0, 0
-        stored = StoredTickets(self._store)  # if an interrupt comes, this drops the tickets that it has
+        parts: tuple[torch.Tensor, ...] = (content,)
+        if self._codecs:
+            parts = self._encode(content)
+            is_unchanged = len(parts) == 1 and parts[0] is content
+            if is_unchanged and self.may_stay and not self._store.leaves_memory(content):
+                self.counts.count_kept("in place", self.nbytes)
+                self._copy = self._weak_copy = None
+                return "in place"
+        if self._codecs or not self.is_in_order:
+            self._shape = content.dtype, content.shape
+        begin, moved = time.perf_counter(), 0
         for part in parts:
-            if part is not content:
-                # A store counts the bytes of a part. A part that lies over a piece of a larger storage would keep all
-                # of that storage in memory.
-                part = alone(part)
-            try:
-                stored.tickets.append(self._store.put(part))
-            except StoreError as error:
-                raise _with_module(error, "to store what", self.module_name) from error
-            nbytes = part.nbytes
-            total += nbytes
-            later = functools.partial(self.counters.count_moved, nbytes, self.module_name)
-            if part.device != self.alias.device or (
-                self._store.leaves_memory(part) and self._store.has_left(stored.tickets[-1], later)
-            ):
-                moved += nbytes
-            stored.addresses.append(part.data_ptr())
-        stored.nbytes = total
-        self.counters.hold(stored)
-        self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, content.nbytes)
-        self._tickets = stored
-        return True
+            # A store counts the bytes of a part. A part that lies over a piece of a larger storage would keep all of
+            # that storage in memory.
+            moved += self._put(part if part is content else alone(part))
+        self.counts.count_put(self.storage_ref.nbytes, moved, time.perf_counter() - begin, content.nbytes)
+        return "offloaded"
+
+    def _put(self, part: torch.Tensor) -> int:
+        """Give ``part`` to the store. Returns how many of its bytes have left the memory that they were in.
+
+        If they leave it later, they are counted then.
+        """
+        store, stored = self._store, self.storage_ref
+        try:
+            if stored.first is _NO_TICKET:
+                ticket = stored.first = store.put(part)
+                stored.lies_at = part.data_ptr()
+            else:
+                ticket = store.put(part)
+                stored.more = (*stored.more, (ticket, part.data_ptr()))
+        except StoreError as error:
+            raise _with_module(error, "to store what", self.module_name) from error
+        nbytes = part.nbytes
+        stored.nbytes += nbytes
+        if part.device != self.alias.device:
+            return nbytes
+        # If nothing changes a tensor on its way, `decide` has asked this already.
+        if (self._codecs or not self.may_stay) and not store.leaves_memory(part):
+            return 0
+        if store.is_asynchronous and not store.has_left(ticket, functools.partial(self.counts.count_moved, nbytes)):
+            return 0
+        return nbytes
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
         begin = time.perf_counter()
@@ -324,7 +446,7 @@ class StoredContent(Packed):
                 self._measure(position, codec, tensors, encoded)
             self._spec.append([(len(parts), spec) for parts, spec in encoded])
             tensors = tuple(part for parts, _ in encoded for part in parts)
-        self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
+        self.counts.codec_seconds += time.perf_counter() - begin
         return tensors
 
     def _measure(
@@ -340,41 +462,43 @@ class StoredContent(Packed):
             for tensor, (parts, spec) in zip(tensors, encoded, strict=True)
             if not (len(parts) == 1 and parts[0] is tensor) and (tensor.is_floating_point() or tensor.is_complex())
         ]
-        if changed and self.counters.codec_errors.is_due(position):
+        if changed and self.counts.all.codec_errors.is_due(position):
             with torch.no_grad():
                 for tensor, parts, spec in changed:
                     error = relative_error(codec.decode(parts, spec), tensor)
-                    self.counters.codec_errors.add(repr(codec), error)
+                    self.counts.all.codec_errors.add(repr(codec), error)
 
     # -- and back
 
-    def _restore(self) -> torch.Tensor:
+    def _restore(self, is_as_packed: bool = False) -> torch.Tensor:
         if self.alias.is_cuda:
             refuse_capture(self.module_name)  # the backward may be captured
-        begin, copied = time.perf_counter(), 0.0
-        tensors: list[torch.Tensor] = []
+        begin, copied, store, stored = time.perf_counter(), 0.0, self._store, self.storage_ref
         try:
-            for ticket in self._tickets.tickets:
-                tensors.append(self._store.get(ticket))
-                copied += self._store.pop_transfer_seconds(ticket)
+            content = store.get(stored.first)
+            rest = [store.get(ticket) for ticket, _ in stored.more] if stored.more else []
         except StoreError as error:
             raise _with_module(error, "to bring back what", self.module_name) from error
-        self.counters.count_got(self._tickets.nbytes, time.perf_counter() - begin, self.module_name, copied)
+        if store.is_asynchronous:
+            copied = store.pop_transfer_seconds(stored.first)
+            copied += sum(store.pop_transfer_seconds(ticket) for ticket, _ in stored.more)
+        self.counts.count_got(stored.nbytes, time.perf_counter() - begin, copied)
         if self._codecs:
-            begin = time.perf_counter()
+            begin, tensors = time.perf_counter(), [content, *rest]
             for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
                 parts = iter(tensors)
                 tensors = [codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs]
-            self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
-        content = tensors[0]
+            self.counts.codec_seconds += time.perf_counter() - begin
+            content = tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
-        if (content.dtype, content.shape) != self._shape or content.device != self.alias.device:
+        dtype, shape = self._shape or (self.first_layout.dtype, self.first_layout.size)
+        if content.dtype is not dtype or content.shape != shape or content.device != self.alias.device:
             raise StoreError(
                 f"{self._store!r} gave back {content.dtype} {tuple(content.shape)} on {content.device} for what "
-                f"{self.module_name!r} saved as {self._shape[0]} {tuple(self._shape[1])} on {self.alias.device}: "
+                f"{self.module_name!r} saved as {dtype} {tuple(shape)} on {self.alias.device}: "
                 "get() must return what was put, and decode() what was encoded"
             )
-        return _spread(content, self.region)
+        return content if is_as_packed else _spread(content, self.region)
 
     def _in_memory(self, layout: Layout) -> torch.Tensor:
         copy = self._copy
@@ -385,31 +509,8 @@ class StoredContent(Packed):
 
     def is_own_memory(self, tensor: torch.Tensor) -> bool:
         # A store may give back the very tensor that was put, while it is in memory (decision 35).
-        return tensor.data_ptr() not in self._tickets.addresses
-
-
-class StorageParts(dict[Key, tuple["weakref.ref[StoredContent]", int]]):
-    """The regions of storages that one operator saves, to tell when a storage is better packed whole.
-
-    Queries, keys and values are thirds of one storage, mostly. If each were packed alone, it would be copied out of the
-    storage, and spread again in backward to strides that reach over nearly all of it. So if the parts are half of the
-    storage or more, the first of them is widened to all of it (decision 42). For the key of each whole storage there
-    are only the first part and the sum of the bytes, because an operator may save thousands of views of one tensor.
-    """
-
-    def add(self, key: Key, packed: StoredContent, region: StorageRegion) -> None:
-        first, covered = self.get(key, (weakref.ref(packed), 0))
-        if first() is None:
-            first, covered = weakref.ref(packed), 0
-        self[key] = first, covered + region.nbytes
-
-    def to_widen(self, key: Key, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> StoredContent | None:
-        """The first part, if all parts and ``region`` together are half of the ``nbytes`` of the storage or more."""
-        reference, covered = self.get(key, (None, 0))
-        packed = None if reference is None else reference()
-        if packed is None or packed.region is None or packed.is_offloaded or packed.owner() is not owner:
-            return None
-        return packed if (covered + region.nbytes) * 2 >= nbytes else None
+        address, stored = tensor.data_ptr(), self.storage_ref
+        return address != stored.lies_at and all(address != other for _, other in stored.more)
 
 
 class SmallCopy(Packed):
@@ -421,16 +522,16 @@ class SmallCopy(Packed):
         self._copy = self.content(self.alias.untyped_storage()).clone(memory_format=torch.contiguous_format)
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        with self.lock:
+        with self:
             now = self.content(part.untyped_storage()).contiguous()
             return now.is_cpu and hasattr(self, "_copy") and _are_equal(now, self._copy)
 
-    def _offload(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> Place:
         if not hasattr(self, "_copy"):
             self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
-        return True
+        return "offloaded"
 
-    def _restore(self) -> torch.Tensor:
+    def _restore(self, is_as_packed: bool = False) -> torch.Tensor:
         return _spread(self._copy if self.stream is None else handed_over(self._copy, self.stream), self.region)
 
 
@@ -440,14 +541,9 @@ def _with_module(error: StoreError, doing: str, module_name: str) -> StoreError:
     return StoreError(message, path=error.path, wanted=error.wanted, free=error.free)
 
 
-# Some of the other dtypes have no kernel for a copy (torch.int4, torch.bits8), so their contents are taken as bits.
-_COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-_COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-
-
 def _spread(content: torch.Tensor, region: StorageRegion | None) -> torch.Tensor:
     """``content`` at the strides of its region. Without a region: without gaps, from the front of a storage."""
-    if content.is_conj() or content.is_neg():
+    if (content.dtype.is_complex and content.is_conj()) or content.is_neg():
         content = content.resolve_conj().resolve_neg()
     if region is None:
         at_front = content.storage_offset() == 0 and content.is_contiguous()

@@ -12,9 +12,7 @@ The errors of codecs and the warnings of the attachment are kept beside them.
 from __future__ import annotations
 
 import collections
-import functools
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,14 +136,48 @@ class CodecErrors:
 
 
 class ModuleCounts:
-    """The counts of one module: the fields of a :class:`SiteReport`, which can be added to."""
+    """The counts of one module: the fields of a :class:`SiteReport`, which can be added to.
 
-    __slots__ = tuple(SiteReport.__dataclass_fields__)
+    Attributes:
+        name: of the module; "" for a block of code.
+        all: the counts of the attachment.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (*SiteReport.__dataclass_fields__, "all", "name")
+
+    def __init__(self, counters: Counters, name: str) -> None:
+        self.all, self.name = counters, name
         self.tensors = self.saved = self.stored = self.moved = self.shared = self.kept = 0
         self.recast = self.recomputed = self.loaded = 0
         self.pack_seconds = self.unpack_seconds = self.codec_seconds = self.copy_seconds = 0.0
+
+    def count_put(self, stored: int, moved: int, seconds: float, saved: int) -> None:
+        """Count one content of ``saved`` bytes that the store took."""
+        self.tensors += 1
+        self.saved += saved
+        self.stored += stored
+        self.moved += moved
+        self.pack_seconds += seconds
+
+    def count_moved(self, moved: int) -> None:
+        """Count bytes that have left the memory they were in after they were counted as stored."""
+        self.moved += moved
+
+    def count_got(self, loaded: int, seconds: float, copied: float = 0.0) -> None:
+        """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
+        self.loaded += loaded
+        self.unpack_seconds += seconds
+        self.copy_seconds += copied
+        self.all.has_returned = True
+
+    def count_kept(self, reason: str, nbytes: int) -> None:
+        self.kept += nbytes
+        self.all.kept[reason] += nbytes
+
+    def count_recomputed(self, how: str, nbytes: int) -> None:
+        """Count bytes that are dropped because the operators ``how`` compute them again."""
+        self.recomputed += nbytes
+        self.all.count_recomputed(how, nbytes)
 
 
 class Counters:
@@ -153,11 +185,11 @@ class Counters:
 
     Attributes:
         lock: under which a report is made.
+        kept: bytes that stayed in memory, by the reason.
+        has_returned: whether a tensor came back since the step began.
         saved_bytes: bytes of all contents that were packed so far.
         warned: the warnings of the attachment.
         codec_errors: the errors of the lossy codecs.
-        alive: the objects that hold bytes of the store, each as many as its ``nbytes``, by their identity. A sum that
-            destructors change would stay wrong after the handler of a signal has raised an error in one of them.
     """
 
     def __init__(self) -> None:
@@ -166,12 +198,11 @@ class Counters:
         self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
         # A count costs one look-up: sums over modules are made when a report is (decision 86).
         self._calls = self._inner = 0
-        self.alive: dict[int, weakref.ref[Any]] = {}
         self._modules: dict[str, ModuleCounts] = {}
-        self._kept: dict[str, int] = collections.defaultdict(int)
+        self.kept: dict[str, int] = collections.defaultdict(int)
         self._recomputed: dict[str, int] = collections.defaultdict(int)
         self._recomputed_in_steps: collections.deque[int] = collections.deque([0], maxlen=_STEPS)
-        self._has_returned = False  # whether a tensor came back since the step began
+        self.has_returned = False
         self._rerun = self._rerun_flops = self._proof_waits = 0
         self._differed: dict[str, int] = collections.defaultdict(int)
         self._passed: dict[str, int] = collections.defaultdict(int)
@@ -187,62 +218,16 @@ class Counters:
 
     def of_module(self, name: str) -> ModuleCounts:
         found = self._modules.get(name)
-        return self._modules.setdefault(name, ModuleCounts()) if found is None else found
+        return self._modules.setdefault(name, ModuleCounts(self, name)) if found is None else found
 
-    def hold(self, stored: Any) -> None:
-        """Let ``held`` of the report have the ``nbytes`` of ``stored``, as long as that lives."""
-        number = id(stored)
-        # A WeakValueDictionary does the same in four times as many calls of Python functions.
-        self.alive[number] = weakref.ref(stored, functools.partial(self.alive.pop, number))
-
-    def count_put(
-        self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
-    ) -> None:
-        """Count one content that the store took."""
-        module = self._modules.get(module_name) or self.of_module(module_name)
-        module.tensors += 1
-        module.saved += stored if saved is None else saved
-        module.stored += stored
-        module.moved += moved
-        module.pack_seconds += seconds
-
-    def count_moved(self, moved: int, module_name: str = "") -> None:
-        """Count bytes that have left the memory they were in after they were counted as stored."""
-        self.of_module(module_name).moved += moved
-
-    def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
-        """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
-        module = self._modules.get(module_name) or self.of_module(module_name)
-        module.loaded += loaded
-        module.unpack_seconds += seconds
-        module.copy_seconds += copied
-        self._has_returned = True
-
-    def count_codecs(self, seconds: float, module_name: str = "") -> None:
-        module = self.of_module(module_name)
-        module.codec_seconds += seconds
-
-    def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
-        module = self._modules.get(module_name) or self.of_module(module_name)
-        module.kept += nbytes
-        self._kept[reason] += nbytes
-
-    def count_recast(self, nbytes: int, module_name: str = "") -> None:
-        """Count autocast's copy of a weight that was dropped."""
-        module = self.of_module(module_name)
-        module.recast += nbytes
-
-    def count_recomputed(self, how: str, nbytes: int, module_name: str = "") -> None:
-        """Count bytes that are dropped because the operators ``how`` compute them again."""
-        module = self.of_module(module_name)
-        module.recomputed += nbytes
+    def count_recomputed(self, how: str, nbytes: int) -> None:
         self._recomputed[how] += nbytes
         self._recomputed_in_steps[-1] += nbytes
 
     def count_rerun(self, operators: int, flops: int) -> None:
         self._rerun += operators
         self._rerun_flops += flops
-        self._has_returned = True
+        self.has_returned = True
 
     def count_proof_wait(self) -> None:
         self._proof_waits += 1
@@ -255,8 +240,8 @@ class Counters:
         with self.lock:
             self._calls += 1
             self._called.add(module_name)
-            if self._has_returned:
-                self._has_returned = False
+            if self.has_returned:
+                self.has_returned = False
                 self._recomputed_in_steps.append(0)
 
     def count_inner(self) -> None:
@@ -300,13 +285,15 @@ class Counters:
         """Have reports say that a block saw no saved tensor. That may be right, so it is no warning."""
         self.warned.texts.setdefault("nothing", _NOTHING)
 
-    def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
+    def report(
+        self, store: Store, held: int = 0, names: Sequence[str] = (), is_recompute_idle: bool = False
+    ) -> SavedReport:
         # The store and the device may take a while to answer. The lock is taken after that, so that no thread that
         # trains waits for the counters meanwhile. See [Note: locks].
         tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()
         with self.lock:
             modules = {
-                name: SiteReport(*(getattr(self._modules[name], field) for field in ModuleCounts.__slots__))
+                name: SiteReport(*(getattr(self._modules[name], field) for field in SiteReport.__dataclass_fields__))
                 for name in list(self._modules)
             }
             total = sum(modules.values(), SiteReport())
@@ -318,7 +305,7 @@ class Counters:
                 moved=total.moved,
                 shared=total.shared,
                 kept=total.kept,
-                kept_by=dict(self._kept),
+                kept_by=dict(self.kept),
                 recast=total.recast,
                 recomputed=total.recomputed,
                 recomputed_by=dict(self._recomputed),
@@ -329,7 +316,7 @@ class Counters:
                 differed=dict(self._differed),
                 recompute_idle=int(is_recompute_idle and not self._recomputed),
                 loaded=total.loaded,
-                held=sum(each.nbytes for ref in list(self.alive.values()) if (each := ref()) is not None),
+                held=held,
                 passed=dict(self._passed),
                 inner=self._inner,
                 pack_seconds=total.pack_seconds,

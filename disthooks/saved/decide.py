@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -11,28 +10,13 @@ from torch import nn
 from disthooks._tensors import Layout, exotic, region_of
 from disthooks._torch import in_graph_memory
 from disthooks.saved.counters import Counters
+from disthooks.saved.packed import Decision
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.context import RecomputeContext
 from disthooks.saved.weights import NARROW, ModuleWeights
 
 NO_WEIGHTS = ModuleWeights(None)
 _WEIGHTS = ("parameter", "buffer", "autocast weight")  # reasons to keep what no function returns as a gradient
-
-
-class Decision(NamedTuple):
-    """The fate of one saved tensor, and the reason. ``pack`` counts the tensor by it at its end.
-
-    Attributes:
-        fate: "keep" it in memory; "recast" a weight's copy; "recompute" it if Recompute knows how; "store" it.
-        reason: why it is kept, or why only a small copy of it is.
-        weight: the weight of which the tensor is autocast's copy.
-        is_activation: whether a tensor that is kept is plain memory that a function may return as a gradient.
-    """
-
-    fate: Literal["keep", "recast", "recompute", "store"]
-    reason: str = ""
-    weight: nn.Parameter | None = None
-    is_activation: bool = False
 
 
 @functools.cache  # most saved tensors are kept, for few reasons

@@ -21,18 +21,28 @@ from collections.abc import Callable, Generator, Hashable
 from sys import getrefcount
 from threading import get_ident
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from disthooks._tensors import Layout, StorageRegion, bytes_of, exotic, is_most_of, is_plain, local_part, region_of
-from disthooks._torch import fresh_count, sequence_number, top_hooks, uncompiled
+from disthooks._tensors import Layout, bytes_of, exotic, is_most_of, is_plain, local_part, region_of
+from disthooks._torch import StorageRef, fresh_count, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.checkpoints import AroundCheckpoints
-from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
-from disthooks.saved.decide import NO_WEIGHTS, SMALL_COPY, Decides, Decision, keep_because
-from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Nature, Packed
+from disthooks.saved.contents import SmallCopy, StoredContent
+from disthooks.saved.decide import NO_WEIGHTS, SMALL_COPY, Decides
+from disthooks.saved.packed import (
+    Decision,
+    DTensorHandle,
+    FunctionsHandle,
+    Handle,
+    InPlace,
+    Nature,
+    Packed,
+    SavedTensor,
+    unpack,
+)
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.context import RecomputeContext, Recomputed
 from disthooks.saved.recompute.graph import annotate
@@ -40,35 +50,17 @@ from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import AutocastCopy, ModuleWeights
 from disthooks.saved.when_to_hook import BREAK, reason_not_to_hook, refuse_capture
 
-_Held = TypeVar("_Held")
-
-
-class ContentClasses(NamedTuple):
-    """The classes of the contents that hooks make."""
-
-    stored: type[StoredContent] = StoredContent
-    recomputed: type[Recomputed] = Recomputed
-    small: type[SmallCopy] = SmallCopy
-
-
-@uncompiled(
-    "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
-    "autograd off for this backward"
-)
-def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
-    """The saved tensor. A function of the module, so that a graph does not keep the hooks of its call alive."""
-    return held.unpack()
+_new_tuple = tuple.__new__  # it takes half the time of `SavedTensor(...)`, and every saved tensor pays for it
 
 
 class SavedTensorHooks(Decides, AroundCheckpoints):
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
-    A :class:`HookSite` may make hooks of a subclass, which has other contents and another ``_unpack``.
+    A :class:`HookSite` may make hooks of a subclass, with other contents.
     """
 
     takes_arguments = True
-    _made = ContentClasses()
-    _unpack = staticmethod(unpack)
+    stored, recomputed, small = StoredContent, Recomputed, SmallCopy
 
     @uncompiled(BREAK)
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
@@ -83,10 +75,9 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         self._has_inner = False  # whether another attachment took the tensors that a part of the call saved
         self._has_in_place = False  # whether something is where the store would put it
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()  # to be offloaded
-        self._parts = StorageParts()  # among the pending ones
         self._fresh_count = fresh_count()
         pack = self._pack_by_function if isinstance(pipeline.store, Functions) else self._pack
-        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @uncompiled(BREAK)
     def __enter__(self) -> SavedTensorHooks:
@@ -117,7 +108,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             for reference in self._pending:
                 packed = reference()
                 if packed is not None:
-                    self._keep_in_memory(packed)
+                    packed.withdraw()
             self._pending.clear()
             # The graph holds `pack`, and so this object, until its backward: no cycle may stay, and no module.
             self._recompute = self._hooks = None
@@ -135,7 +126,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         """Whether nothing was saved in this thread during the call, by any attachment."""
         return self._sequence == -1 and not self._has_inner
 
-    # -- pack: decide, find, wrap
+    # -- pack: find, decide, make
 
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
@@ -145,193 +136,123 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             refuse_capture(self._module_name)  # a capture may have begun inside the call
         # When the next operator saves something, the one before it is done, and its contents can be taken. Backward
         # inside the block may pack from another thread, whose operators have numbers of their own.
-        saved_at = get_ident(), sequence_number()
-        if saved_at[1] != self._sequence and saved_at[0] == self._thread:
-            self._sequence = saved_at[1]
+        thread, number = get_ident(), sequence_number()
+        if number != self._sequence and thread == self._thread:
+            self._sequence = number
             if self._pending or self._contents.undecided:
                 self._offload_pending()
+        saved_at = thread << 64 | number
         owner: Any = tensor._base  # see [Note: storage and version]
         if owner is None:
             owner = tensor
-        if id(owner) in self._by_owner:
-            found = self._contents.lookup_view(tensor, owner, self._pipeline.at_least)
-            if found is not None and self._has_same_contents(found[0], tensor, found[1], saved_at):
+        owner_id = id(owner)
+        if owner_id in self._by_owner:
+            found = self._contents.find(tensor, owner, owner_id, saved_at)
+            if found is not None:
+                packed, layout = found
                 if self._recompute is not None:
-                    annotate(tensor, *found)
-                return self._shared(tensor, *found)
+                    annotate(tensor, packed, layout)
+                self._module_counts.shared += tensor.nbytes
+                return packed.handle(layout)
+        return self._wrap(tensor, owner, owner_id, saved_at, is_fresh)
+
+    def _wrap(
+        self, tensor: torch.Tensor, owner: torch.Tensor, owner_id: int, saved_at: int, is_fresh: bool
+    ) -> InPlace | Handle | DTensorHandle:
         part = tensor if type(tensor) is torch.Tensor else _plain_part(tensor)
         decision = self._decide(tensor, part, owner)
-        if decision.fate != "keep":
-            handle = self._find_or_wrap(tensor, part, owner, decision, is_fresh, saved_at)
-            return handle if part is tensor else DTensorHandle(handle, tensor)
+        if decision.fate == "keep":
+            return self._keep(tensor, decision)
+        saved = self._described(tensor, part, owner, owner_id, decision, saved_at, is_fresh)
+        packed, handle, is_new = self._contents.find_or_add(saved, decision, self)
+        if self._recompute is not None and part is tensor:  # Recompute does not look into distributed tensors
+            self._annotate(self._recompute, tensor, owner, packed, saved.layout)
+        if not is_new:
+            self._module_counts.shared += part.nbytes
+        else:
+            if self._recompute is not None:
+                packed.prepare()
+            if decision.reason:
+                self._module_counts.count_kept(decision.reason, part.nbytes)
+            self._pending.append(weakref.ref(packed))
+        return handle if part is tensor else DTensorHandle(handle, tensor)
+
+    def _keep(self, tensor: torch.Tensor, decision: Decision) -> InPlace:
         # A tensor with a history is kept as an alias: itself would hold its node, and the node holds what is kept here.
         # A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold the gathered
         # memory.
-        is_itself = not tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
+        is_plain_tensor = type(tensor) is torch.Tensor
+        is_itself = not tensor.requires_grad or (not is_plain_tensor and isinstance(tensor, nn.Parameter))
         alias = tensor if is_itself else tensor.detach()
         kept = InPlace(alias, self._module_name, decision.reason, decision.is_activation and not is_itself)
         if self._recompute is not None and exotic(alias) is None:
             annotate(tensor, kept, Layout.of(alias))
-        nbytes = tensor.nbytes if type(tensor) is torch.Tensor and decision.is_activation else bytes_of(tensor)
-        return self._count(decision, nbytes, kept)
+        nbytes = tensor.nbytes if is_plain_tensor and decision.is_activation else bytes_of(tensor)
+        self._module_counts.count_kept(decision.reason, nbytes)
+        return kept
 
-    def _find_or_wrap(
+    def _described(
         self,
         tensor: torch.Tensor,
         part: torch.Tensor,
         owner: torch.Tensor,
+        owner_id: int,
         decision: Decision,
+        saved_at: int,
         is_fresh: bool,
-        saved_at: tuple[int, int],
-    ) -> Handle:
-        """A handle on the packed value of ``part``: one that is there, or a new one."""
-        storage, layout, is_small, nbytes = (
-            part.untyped_storage(),
-            Layout.of(part),
-            decision is SMALL_COPY,
-            part.nbytes,
-        )
-        is_whole = decision.weight is not None or is_most_of(layout, nbytes, storage.nbytes())
-        region = None if is_whole else region_of(layout, storage.nbytes())
-        dtype = layout.dtype if self._pipeline.codecs and not is_small else None  # a codec needs to know the dtype
-        if region is not None and dtype is None:
-            region = region.raw()
-        address, version = storage._cdata, tensor._version
-        key: Key = (address, version, region or dtype, id(owner))
-        whole_key: Key = (address, version, dtype, id(owner))
-        # Batch norm writes into its running statistics without counting it, so constant vectors are not shared
-        # (decision 12).
-        is_vector = not owner.requires_grad and owner.dim() < 2
-        known = self._contents.find(key)
-        if not is_vector:
-            packed = known
-            if packed is None and region is not None and not is_small:
-                packed = self._find_whole(whole_key, owner, region, storage.nbytes())
-            if (
-                packed is not None
-                and packed.owner() is owner
-                and self._has_same_contents(packed, part, layout, saved_at)
-            ):
-                self._annotate(tensor, owner, part, packed, layout)
-                return self._shared(part, packed, layout)
-            if packed is not None and decision.fate == "recompute":
-                # It was written without a count since it was saved first, so its node does not tell what it is now.
-                decision = decision._replace(fate="store")
-        packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
-        packed.owner, packed.saved_at, packed.nature = weakref.ref(owner), saved_at, _nature(tensor, owner)
-        # Views of a plain tensor that is packed whole are found by their owner, which is the short way.
-        has_short_way = region is None and not is_vector and part is tensor and isinstance(packed, StoredContent)
-        self._counters.saved_bytes += nbytes  # the handle takes the sum
-        handle = packed.handle(layout)
-        with packed.lock:  # another thread that finds the packed value waits for the copy, and compares with it
-            is_added = self._contents.add(key, packed, known, id(owner) if has_short_way else None)
-            if is_added and part.is_cpu and not (is_fresh or is_vector):
-                packed.copy_now()
-        if not is_added:  # another thread was faster, and mostly with the same contents
-            self._counters.saved_bytes -= nbytes
-            return self._find_or_wrap(tensor, part, owner, decision, is_fresh, saved_at)
-        if self._recompute is not None:
-            self._annotate(tensor, owner, part, packed, layout)
-            packed.prepare()
-        self._pending.append(weakref.ref(packed))
-        if region is not None and isinstance(packed, StoredContent):
-            self._parts.add(whole_key, packed, region)
-        return self._count(decision, nbytes, handle)
+    ) -> SavedTensor:
+        storage, layout, is_small = part.untyped_storage(), Layout.of(part), decision is SMALL_COPY
+        nbytes, covered = storage.nbytes(), part.nbytes
+        is_all = layout.is_copied and covered == nbytes
+        is_whole = is_all or decision.weight is not None or is_most_of(layout, covered, nbytes)
+        region = None if is_whole else region_of(layout, nbytes)
+        if region is not None and (is_small or not self._pipeline.codecs):
+            region = region.raw()  # a codec needs to know the dtype
+        if not owner.requires_grad:
+            nature: Nature = "constant"
+        elif owner.is_leaf or (tensor.requires_grad and tensor.is_leaf):
+            nature = "leaf"
+        else:
+            nature = "result"
+        fields = part, owner, owner_id, storage, nbytes, layout, region, saved_at, nature, is_small, is_fresh
+        return _new_tuple(SavedTensor, fields)
 
+    def make(self, saved: SavedTensor, decision: Decision) -> Packed:
+        """The packed value of ``saved``, whose content is not known yet; the index of contents asks for it."""
+        pipeline, recompute = self._pipeline, self._recompute
+        if saved.is_small:
+            return self.small(saved, StorageRef(saved.storage), self._module_counts)
+        if decision.weight is not None:
+            return AutocastCopy(saved, decision.weight, self._module_counts)
+        rest = pipeline.codecs, pipeline.store, self._module_counts
+        if recompute is None:
+            return self.stored(saved, *rest)
+        is_wanted = decision.fate == "recompute" and saved.region is None
+        return self.recomputed(recompute.origin(saved.owner) if is_wanted else None, saved, *rest)
+
+    @staticmethod
     def _annotate(
-        self, tensor: torch.Tensor, owner: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout
+        recompute: RecomputeContext, tensor: torch.Tensor, owner: torch.Tensor, packed: Packed, layout: Layout
     ) -> None:
         """Let Recompute find ``packed`` by the nodes that produced ``tensor`` and its base."""
-        recompute = self._recompute
-        if recompute is None or part is not tensor:
-            return  # Recompute does not look into distributed tensors
         annotate(tensor, packed, layout)
         recompute.remember(tensor)
         if owner is not tensor and packed.region is None and is_plain(owner):
             annotate(owner, packed, Layout.of(owner))
 
-    def _find_whole(self, key: Key, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> Packed | None:
-        """Find the packed value, under ``key``, of all of the storage that ``region`` belongs to.
-
-        If the regions that this operator saves are half of the storage, the first of them becomes that value.
-        """
-        packed = self._contents.find(key)
-        if packed is not None or get_ident() != self._thread:
-            return packed
-        packed = self._parts.to_widen(key, owner, region, nbytes)
-        if packed is None:
-            return None
-        with packed.lock:
-            if not self._contents.add(key, packed):
-                return self._contents.find(key)  # another thread was faster
-            packed.region = None
-            packed.copy_again()
-        return packed
-
-    def _has_same_contents(self, packed: Packed, part: torch.Tensor, layout: Layout, saved_at: tuple[int, int]) -> bool:
-        """Whether ``part`` still is what was ``packed``. See [Note: leaves within one call]."""
-        if packed.saved_at == saved_at:
-            return True
-        is_same = packed.has_contents_of(part, layout) if part.is_cpu else packed.nature == "result"
-        is_same = is_same and packed.is_intact  # or what computes it again is gone, as a weight that FSDP has freed
-        if is_same:
-            packed.saved_at = saved_at
-        return is_same
-
-    def _wrap(
-        self,
-        decision: Decision,
-        alias: torch.Tensor,
-        storage: torch.UntypedStorage,
-        region: StorageRegion | None,
-        layout: Layout,
-        owner: torch.Tensor,
-    ) -> Packed:
-        """A new packed value of the memory that ``alias`` lies over."""
-        pipeline, module_name = self._pipeline, self._module_name
-        packed: Packed
-        if decision is SMALL_COPY:
-            packed = self._made.small(alias, storage, region, layout, pipeline.counters, module_name)
-        elif decision.weight is not None:
-            packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
-        else:
-            arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters, module_name
-            recompute = self._recompute
-            if recompute is None:
-                packed = self._made.stored(*arguments)
-            else:
-                is_wanted = decision.fate == "recompute" and region is None
-                packed = self._made.recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
-        return packed
-
-    def _shared(self, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
-        """Count ``part``, whose bytes are packed already."""
-        counts = self._module_counts
-        counts.shared += part.nbytes
-        return packed.handle(layout)
-
-    def _count(self, decision: Decision, nbytes: int, handle: _Held) -> _Held:
-        """Count a tensor that is kept, and give ``handle`` back.
-
-        A packed value itself counts its contents when they are stored, or dropped to be cast or computed again.
-        """
-        if decision.reason:
-            self._counters.count_kept(decision.reason, nbytes, self._module_name)
-        return handle
-
     @uncompiled(BREAK)
     def _pack_by_function(self, tensor: torch.Tensor) -> InPlace | FunctionsHandle:
         """Pack by the user's own function: for each saved tensor once, at once, and nothing is shared."""
         self._sequence = sequence_number()
-        store, counters, nbytes = self._pipeline.store, self._pipeline.counters, bytes_of(tensor)
+        store, counts, nbytes = self._pipeline.store, self._module_counts, bytes_of(tensor)
         if nbytes < self._pipeline.at_least:
             alias = tensor if tensor.is_leaf else tensor.detach()
-            is_alias = alias is not tensor and exotic(alias) is None
-            kept = InPlace(alias, self._module_name, "small", is_alias)
-            return self._count(keep_because("small"), nbytes, kept)
+            counts.count_kept("small", nbytes)
+            return InPlace(alias, self._module_name, "small", alias is not tensor and exotic(alias) is None)
         begin = time.perf_counter()
-        handle = FunctionsHandle(store.put(tensor), store, counters, nbytes, self._module_name)
-        counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
+        handle = FunctionsHandle(store.put(tensor), store, counts, nbytes)
+        self._contents.hold(handle)
+        counts.count_put(nbytes, 0, time.perf_counter() - begin, nbytes)
         return handle
 
     def leave(self, tensors: list[torch.Tensor], is_chosen: bool) -> None:
@@ -340,16 +261,15 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         nbytes = sum({part.untyped_storage()._cdata: part.nbytes for part in plain}.values())
         if nbytes:
             reason = "selective checkpoint" if is_chosen else "held by a checkpoint"
-            self._counters.count_kept(reason, nbytes, self._module_name)
+            self._module_counts.count_kept(reason, nbytes)
         if nbytes >= max(1, self._pipeline.at_least) and not is_chosen:
             self._counters.warn_of_held(self._module_name, nbytes)
 
     # -- offload
 
     def _offload_pending(self) -> None:
-        self._parts.clear()
         recent, undecided = self._contents.recent, self._contents.undecided
-        for _ in range(len(recent)):
+        while recent:
             try:
                 packed = recent.popleft()()
             except IndexError:
@@ -363,10 +283,10 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             try:
                 packed.offload()
             except BaseException:
-                self._keep_in_memory(packed)
+                packed.withdraw()
                 raise
             recent.append(weakref.ref(packed))
-            if packed.is_undecided:
+            if packed.place == "undecided":
                 undecided.append(weakref.ref(packed))
         if undecided:
             self._offload_undecided(undecided)
@@ -382,14 +302,9 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             if packed is None:
                 continue
             packed.offload()
-            if packed.is_undecided:
+            if packed.place == "undecided":
                 undecided.appendleft(reference)
                 return
-
-    def _keep_in_memory(self, packed: Packed) -> None:
-        """Leave ``packed`` in memory, for its own graph alone."""
-        packed.stay_in_memory()
-        packed.is_withdrawn = True  # without a lock: the end of a generator may call this from a destructor
 
 
 def _plain_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -399,13 +314,6 @@ def _plain_part(tensor: torch.Tensor) -> torch.Tensor:
     kind: Any = type(tensor)
     is_dtensor = kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
     return tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
-
-
-def _nature(tensor: torch.Tensor, owner: torch.Tensor) -> Nature:
-    """What ``tensor``, whose changes ``owner`` counts, is to autograd."""
-    if not owner.requires_grad:
-        return "constant"
-    return "leaf" if owner.is_leaf or (tensor.requires_grad and tensor.is_leaf) else "result"
 
 
 class HookSite(NamedTuple):

@@ -24,22 +24,28 @@ A ``Packed`` is one content, in memory or offloaded. A ``Handle`` is one saved t
 # begins a new generation, which all other handles join. A reader that comes much later in backward leaves the
 # generation and restores for itself, because holding the memory until then costs more (decisions 45 and 107).
 
+# [Note: few objects]
+# A model saves many tensors, and each object that Python's garbage collector tracks brings its next run nearer, which
+# looks at every object of the process: a quarter of the time of a stored tensor was that. So a content is its own lock,
+# equal layouts are one object (`Layout.of`), the operator that saved it is a number, the keys of the index are numbers,
+# and one weak reference to a content serves everybody. benchmarks/overhead.py counts the objects and the calls.
+
 from __future__ import annotations
 
-import functools
 import time
 import weakref
-from _thread import RLock
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
+from disthooks._locks import ReentrantLock
 from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
 from disthooks._tensors import Layout, StorageRegion, has_gaps
-from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node
+from disthooks._torch import PYTHON_NODE, StorageRef, at_end_of_backward, backward_id, current_node, uncompiled
 from disthooks.errors import MutationError
-from disthooks.saved.counters import Counters
+from disthooks.saved.counters import ModuleCounts
 from disthooks.saved.python_nodes import copy_for_python, read_by_node
 
 #: What a saved tensor is to autograd. An operator made a "result", and its version tells whether it was changed. A
@@ -61,17 +67,19 @@ def changed_message(module_name: str, now: int, then: int) -> str:
 class FunctionsHandle:
     """The object that autograd holds for a tensor that the user's own ``pack`` took."""
 
-    __slots__ = ("__weakref__", "counters", "module_name", "nbytes", "store", "ticket")
+    __slots__ = ("__weakref__", "counts", "nbytes", "store", "ticket")
 
-    def __init__(self, ticket: Any, store: Any, counters: Counters, nbytes: int, module_name: str) -> None:
-        self.ticket, self.store, self.counters, self.nbytes = ticket, store, counters, nbytes
-        self.module_name = module_name
-        counters.hold(self)
+    def __init__(self, ticket: Any, store: Any, counts: ModuleCounts, nbytes: int) -> None:
+        self.ticket, self.store, self.counts, self.nbytes = ticket, store, counts, nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self.nbytes
 
     def unpack(self) -> torch.Tensor:
         begin = time.perf_counter()
         tensor: torch.Tensor = self.store.get(self.ticket)
-        self.counters.count_got(self.nbytes, time.perf_counter() - begin, self.module_name)
+        self.counts.count_got(self.nbytes, time.perf_counter() - begin)
         return tensor
 
 
@@ -93,21 +101,24 @@ class InPlace:
         """The tensor itself, or a copy for Python code. MutationError when it was changed in place since."""
         if self.tensor._version != self.version:
             raise MutationError(changed_message(self.module_name, self.tensor._version, self.version))
-        if not (self.is_alias and is_python_node(current_node())):
+        if not self.is_alias:
+            return self.tensor
+        node = current_node()
+        if node is not None and not isinstance(node, PYTHON_NODE):
             return self.tensor
         storage = self.tensor.untyped_storage()
-        return copy_for_python(self.tensor, Layout.of(self.tensor), (storage._cdata, storage.nbytes()), current_node())
+        return copy_for_python(self.tensor, Layout.of(self.tensor), (storage._cdata, storage.nbytes()), node)
 
 
-@functools.cache
-def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
+class _Empty(dict[tuple[torch.dtype, torch.device], torch.Tensor]):
+    """A tensor of zero bytes for each dtype and device."""
+
+    def __missing__(self, key: tuple[torch.dtype, torch.device]) -> torch.Tensor:
+        self[key] = found = torch.empty(0, dtype=key[0], device=key[1])
+        return found
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of zero bytes whose memory may take the place of that of ``tensor``."""
-    # A tensor without bits belongs to one dispatch mode, so nothing of it is remembered.
-    return _empty(tensor.dtype, tensor.device) if type(tensor) is torch.Tensor else tensor.new_empty(0)
+_empty = _Empty()
 
 
 class Restored:
@@ -146,7 +157,7 @@ class _LastRestored(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor, stream: torch.Stream | None, reader: tuple[int, int]) -> _LastRestored:
         witness = tensor.detach()
-        witness.data = _empty_like(tensor)
+        witness.data = witness.new_empty(0)
         storage = StorageRef(tensor.untyped_storage())
         return _LastRestored(reader, storage, Layout.of(tensor), tensor._version, witness, stream)
 
@@ -225,56 +236,96 @@ class Readers:
                 other.restored = far
 
 
-class Packed(ABC):
+#: Where the contents of a packed value are. "in memory": in the user's memory, and they may be offloaded later.
+#: "undecided": there, until a device says whether they may be dropped. "in place": they stay there, because the store
+#: would put them there. "offloaded": elsewhere; they stay as they were saved, even if somebody writes to the tensor
+#: later. "withdrawn": in memory for their own graph, and no other saved tensor may share them.
+Place = Literal["in memory", "undecided", "in place", "offloaded", "withdrawn"]
+
+
+class Decision(NamedTuple):
+    """The fate of one saved tensor, and the reason. ``pack`` counts the tensor by it at its end.
+
+    Attributes:
+        fate: "keep" it in memory; "recast" a weight's copy; "recompute" it if Recompute knows how; "store" it.
+        reason: why it is kept, or why only a small copy of it is.
+        weight: the weight of which the tensor is autocast's copy.
+        is_activation: whether a tensor that is kept is plain memory that a function may return as a gradient.
+    """
+
+    fate: Literal["keep", "recast", "recompute", "store"]
+    reason: str = ""
+    weight: nn.Parameter | None = None
+    is_activation: bool = False
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that autograd saves and that is to be packed.
+
+    Attributes:
+        part: the tensor, or the local part of a DTensor.
+        owner: the tensor that counts the changes: the base of a view. See [Note: storage and version].
+        owner_id: its identity.
+        storage: of ``part``.
+        nbytes: of the storage.
+        layout: of ``part`` in the storage.
+        region: the part of the storage that is packed; None for all of it.
+        saved_at: the thread and the number of the operator that saves it, as one number.
+        nature: what the tensor, or the tensor that it is a view of, is to autograd.
+        is_small: whether it becomes a small copy of a part of a large storage, which stays in memory.
+        is_fresh: whether no code of the user's can have the tensor yet. See [Note: contents are taken late].
+    """
+
+    part: torch.Tensor
+    owner: torch.Tensor
+    owner_id: int
+    storage: torch.UntypedStorage
+    nbytes: int
+    layout: Layout
+    region: StorageRegion | None
+    saved_at: int
+    nature: Nature
+    is_small: bool
+    is_fresh: bool
+
+
+class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
     """The contents of one storage at one version, for all the saved tensors that lie over it.
 
     They are in memory at first. A subclass says what ``_offload`` does with them and how ``_restore`` gets them back:
     by a store, by casting a weight again, by computing them again.
 
+    ``with packed:`` guards the contents and the handles: it is its own lock. See [Note: few objects].
+
     Attributes:
         alias: shares the version counter of the saved tensor, and at first its memory. See [Note: the witness].
         version: of the saved tensor, when it was saved.
-        is_changed: whether a change in place was seen. It stays True.
+        place: where the contents are.
         storage_ref: holds the storage weakly. See [Note: storage and version].
         nbytes: of the storage.
         region: the part of the storage that is packed; None for all of it.
         first_layout: how the tensor that was saved first lies over the storage.
         is_in_order: whether that tensor is all of the storage, in its order, and is packed as it is (decision 30).
         owner: the tensor that counts the changes.
-        saved_at: thread and number of the operator that saved it last.
-        module_name: for errors and reports.
+        saved_at: the operator that saved it last.
         stream: that fills the saved tensor, on an accelerator. Another one may be current by the time it is copied.
-        counters: of the attachment.
-        cost: how many operators run to restore the contents.
-        products: how many of them are matrix products.
+        counts: of the module that saved it.
+        first_handle: the handle of the tensor that was saved first.
         nature: what the saved tensor, or the tensor that it is a view of, is to autograd.
-        is_withdrawn: whether no other saved tensor may share it any more.
-        is_offloaded: whether the contents are no longer in the user's memory. Then they stay as they were saved, even
-            if somebody writes to the tensor from now on.
-        is_undecided: whether a device has yet to say if the contents may be dropped.
-        lock: guards the contents and the handles.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_first_handle",
         "_last",
         "_readers",
         "alias",
-        "cost",
-        "counters",
+        "counts",
+        "first_handle",
         "first_layout",
-        "is_changed",
         "is_in_order",
-        "is_offloaded",
-        "is_undecided",
-        "is_withdrawn",
-        "lock",
-        "module_name",
         "nature",
         "nbytes",
         "owner",
-        "products",
+        "place",
         "region",
         "saved_at",
         "storage_ref",
@@ -282,69 +333,66 @@ class Packed(ABC):
         "version",
     )
 
-    def __init__(
-        self,
-        alias: torch.Tensor,
-        storage: torch.UntypedStorage,
-        region: StorageRegion | None,
-        first_layout: Layout,
-        counters: Counters,
-        module_name: str,
-    ) -> None:
-        self.alias, self.version, self.region, self.first_layout = alias, alias._version, region, first_layout
-        self.storage_ref, self.nbytes = StorageRef(storage), storage.nbytes()
-        self.counters, self.module_name, self.cost, self.products = counters, module_name, 0, 0
-        self.owner: weakref.ref[torch.Tensor]
-        self.saved_at: tuple[int, int]
-        self.stream = None if alias.is_cpu else stream_of(alias)
-        self.nature: Nature = "constant"
-        self.is_changed = self.is_in_order = False
-        self.is_offloaded = self.is_undecided = self.is_withdrawn = False
-        self.lock = RLock()
-        self._first_handle: weakref.ref[Handle] | None = None
+    cost = 0  # how many operators run to restore the contents
+    products = 0  # how many of them are matrix products
+    has_short_way = False  # whether :meth:`ContentIndex.find` may find it
+
+    def __init__(self, saved: SavedTensor, storage_ref: StorageRef, counts: ModuleCounts) -> None:
+        part, owner, _, _, self.nbytes, self.first_layout, self.region, self.saved_at, self.nature, _, _ = saved
+        self.alias = alias = part.detach()
+        self.version, self.owner, self.storage_ref = alias._version, weakref.ref(owner), storage_ref
+        self.counts, self.stream = counts, None if alias.is_cpu else stream_of(alias)
+        self.is_in_order = False
+        self.place: Place = "in memory"
+        self.first_handle: weakref.ref[Handle]
         self._readers: Readers | None = None  # None as long as there is one handle
         self._last: _LastRestored | None = None
 
-    def looks_changed(self) -> bool:
-        """Whether the saved tensor was changed in place since."""
-        self.is_changed = self.is_changed or self.alias._version != self.version
-        return self.is_changed
+    @property
+    def module_name(self) -> str:
+        return self.counts.name
 
-    def check(self) -> None:
-        """MutationError when the saved tensor was changed in place since; torch raises it without hooks."""
-        if self.looks_changed():
-            raise MutationError(changed_message(self.module_name, self.alias._version, self.version))
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that a store has of it."""
+        return 0
+
+    def is_changed(self) -> bool:
+        """Whether the saved tensor was changed in place since."""
+        return self.alias._version != self.version
 
     # -- the methods that a subclass overrides
 
     @abstractmethod
-    def _offload(self, storage: torch.UntypedStorage) -> bool:
-        """Put the contents of ``storage`` elsewhere, and say whether that was done.
+    def _offload(self, storage: torch.UntypedStorage) -> Place:
+        """Put the contents of ``storage`` elsewhere, and say where they are now.
 
-        False when the contents have to stay. If this sets ``is_undecided``, it may be called again later. After
-        an error everything is as it was.
+        If they are "undecided", this may be called again later. After an error everything is as it was.
         """
 
     @abstractmethod
-    def _restore(self) -> torch.Tensor:
-        """The contents, in fresh memory whose first element stands at the region's offset."""
+    def _restore(self, is_as_packed: bool = False) -> torch.Tensor:
+        """The contents, in fresh memory whose first element stands at the region's offset.
 
-    def prepare(self) -> None:  # noqa: B027
+        With ``is_as_packed`` they may have other strides: nobody looks at the memory.
+        """
+
+    def prepare(self) -> None:
         """Plan how Recompute computes the contents. Called once, when they are packed."""
 
-    def copy_now(self) -> None:  # noqa: B027
+    def copy_now(self) -> None:
         """Copy the contents, if they are to be offloaded. The caller holds the lock.
 
         See [Note: contents are of one moment] in contents.py.
         """
 
-    def copy_again(self) -> None:  # noqa: B027
+    def copy_again(self) -> None:
         """Copy the contents again, if they were copied: they are all of the storage from now on."""
 
-    def release_copy(self) -> None:  # noqa: B027
+    def release_copy(self) -> None:
         """Drop the copy, which is held for operators that save the same again at once."""
 
-    def stay_in_memory(self) -> None:  # noqa: B027
+    def stay_in_memory(self) -> None:
         """Drop everything that was needed to offload the contents: they stay where they are."""
 
     @property
@@ -363,12 +411,12 @@ class Packed(ABC):
     @property
     def is_source(self) -> bool:
         """Whether Recompute may compute other tensors from it."""
-        return self.is_offloaded and not self.is_undecided
+        return self.place == "offloaded"
 
     @property
     def is_intact(self) -> bool:
         """Whether the contents that were saved can still be had, even if the tensor was changed since."""
-        return self.is_offloaded or not self.looks_changed()
+        return self.place == "offloaded" or not self.is_changed()
 
     @property
     def is_lossless(self) -> bool:
@@ -377,44 +425,48 @@ class Packed(ABC):
     # -- from memory to elsewhere
 
     def handle(self, layout: Layout) -> Handle:
-        if self._first_handle is None:  # nobody else knows this packed value yet
-            handle = Handle(self, layout, _ALONE)
-            self._first_handle = weakref.ref(handle)
-            return handle
-        with self.lock:
+        """One more handle on it, beside the first one."""
+        with self:
             readers = self._readers
             if readers is None:
-                readers = self._readers = Readers(self._first_handle)
+                readers = self._readers = Readers(self.first_handle)
             return readers.add(self, layout)
 
     def offload(self) -> None:
         """Put the contents elsewhere and drop the memory. After an error everything is as it was."""
-        with self.lock:
-            # Memory that was freed already may come back: FSDP frees what it gathered when its forward ends. Then the
-            # packed value stays an alias, as autograd has it without hooks.
-            storage = self.alias.untyped_storage()
-            # A changed tensor is not offloaded either: its contents are not those that were saved, and `unpack` raises.
-            is_gone = storage.nbytes() != self.nbytes
-            if self.is_offloaded or is_gone or self.is_changed or self.alias._version != self.version:
-                self.is_undecided = False
-                if not self.is_offloaded:
-                    self.stay_in_memory()
+        with self:
+            if self.place in ("offloaded", "withdrawn"):
                 return
-            if self.stream is None:
-                self.is_offloaded = self._offload(storage)
-            else:
-                with on(self.stream):
-                    self.is_offloaded = self._offload(storage)
-            if self.is_offloaded and self.alias._version != self.version:
-                # Another thread has written while the contents were copied. Nobody can read them: `unpack` raises.
-                self.is_offloaded = False
+            place: Place = "in memory"
+            alias, stream = self.alias, self.stream
+            storage = alias.untyped_storage()
+            # Memory that was freed already may come back: FSDP frees what it gathered when its forward ends. Then the
+            # packed value stays an alias, as autograd has it without hooks. A changed tensor is not offloaded either:
+            # its contents are not those that were saved, and `unpack` raises.
+            if storage.nbytes() == self.nbytes and alias._version == self.version:
+                if stream is None:
+                    place = self._offload(storage)
+                else:
+                    with on(stream):
+                        place = self._offload(storage)
+            if alias._version != self.version:  # or another thread has written while the contents were copied
+                place = "in memory"
+            self.place = place
+            if place == "in memory":
                 self.stay_in_memory()
-            if self.is_offloaded:
-                if self.stream is not None:
+            elif place == "offloaded":
+                if stream is not None:
                     # Without hooks the graph would hold this memory until backward. Now it is freed sooner, and the
                     # allocator must not give it away before this stream is done with it.
-                    used_on(self.alias, self.stream)
-                self.alias.data = _empty_like(self.alias)
+                    used_on(alias, stream)
+                # A fake tensor belongs to one dispatch mode, so nothing of it is remembered.
+                is_tensor = type(alias) is torch.Tensor
+                alias.data = _empty[alias.dtype, alias.device] if is_tensor else alias.new_empty(0)
+
+    def withdraw(self) -> None:
+        """Leave the contents in memory, for their own graph alone."""
+        self.stay_in_memory()
+        self.place = "withdrawn"  # without the lock: the end of a generator may call this from a destructor
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
         """The packed part of ``storage``, as a tensor without conj or neg bits: those belong to the views.
@@ -437,31 +489,32 @@ class Packed(ABC):
 
     def peek(self, layout: Layout) -> torch.Tensor | None:
         """The tensor that a handle of ``layout`` would get; no later reader notices. None if it is still in memory."""
-        with self.lock:
-            if not self.is_offloaded:
+        with self:
+            if self.place != "offloaded":
                 return None
             return layout.of_whole(self._restore(), self.region.offset if self.region else 0)
 
     def tensor(self, handle: Handle) -> torch.Tensor:
         """The saved tensor of ``handle``, over memory that is filled once for all handles of its generation."""
+        node = current_node()
+        is_python = node is None or isinstance(node, PYTHON_NODE)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # inference tensors count no changes
                 return self.tensor(handle)
-        node = current_node()
-        is_python = is_python_node(node)
-        with self.lock:
-            if not self.is_offloaded:
+        with self:
+            if self.place != "offloaded":
                 tensor, stream, is_own = self._in_memory(handle.layout), None, not is_python
             else:
                 # By reading, the handle leaves its generation: see [Note: one restore a generation].
                 restored, handle.restored = handle.restored, None
                 is_own = is_alone = self._readers is None
+                is_as_packed = self.is_in_order and handle.layout is self.first_layout
                 if is_alone and not is_python:
-                    tensor = self._restore()
+                    tensor = self._restore(is_as_packed)
                     stream = None if self.stream is None else current_stream(tensor.device)
                 else:
-                    tensor, stream, is_own = self._shared(handle, restored, node, is_python, is_alone)
-                if self.is_in_order and handle.layout is self.first_layout:
+                    tensor, stream, is_own = self._restored(handle, restored, node, is_python, is_alone)
+                if is_as_packed:
                     tensor = tensor if is_alone else tensor.detach()
                 else:
                     tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
@@ -470,7 +523,7 @@ class Packed(ABC):
                 tensor = copy_for_python(tensor, handle.layout, (self.storage_ref.address, self.nbytes), node)
         return tensor
 
-    def _shared(
+    def _restored(
         self, handle: Handle, restored: Restored | None, node: Any, is_python: bool, is_alone: bool
     ) -> tuple[torch.Tensor, torch.Stream | None, bool]:
         """The contents that ``handle`` shares with the other readers of its generation, and the stream that fills them.
@@ -541,22 +594,14 @@ class Handle:
 
     __slots__ = ("__weakref__", "layout", "packed", "restored", "saved_bytes_before")
 
-    def __init__(self, packed: Packed, layout: Layout, restored: Restored) -> None:
+    def __init__(self, packed: Packed, layout: Layout, restored: Restored = _ALONE) -> None:
         self.packed, self.layout = packed, layout
-        self.saved_bytes_before = packed.counters.saved_bytes
+        self.saved_bytes_before = packed.counts.all.saved_bytes
         self.restored: Restored | None = restored
 
     @property
     def module_name(self) -> str:
         return self.packed.module_name
-
-    def unpack(self) -> torch.Tensor:
-        """The saved tensor; any number of times, in any thread."""
-        packed = self.packed
-        # Every tensor of every backward pays for this comparison, so `check` is called only if it will raise.
-        if packed.is_changed or packed.alias._version != packed.version:
-            packed.check()
-        return packed.tensor(self)
 
 
 class DTensorHandle:
@@ -583,7 +628,22 @@ class DTensorHandle:
     def unpack(self) -> torch.Tensor:
         if self._witness._version != self._version:
             raise MutationError(changed_message(self.module_name, self._witness._version, self._version))
-        inner = {**self._inner, "_local_tensor": self.handle.unpack()}
+        inner = {**self._inner, "_local_tensor": unpack(self.handle)}
         kind, size, stride = type(self._witness), self._witness.size(), self._witness.stride()
         whole: torch.Tensor = kind.__tensor_unflatten__(inner, self._context, size, stride)
         return whole
+
+
+@uncompiled(
+    "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
+    "autograd off for this backward"
+)
+def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
+    """The saved tensor; any number of times, in any thread. MutationError if it was changed in place since."""
+    # A function of the module, so that a graph does not keep the hooks of its call alive.
+    if type(held) is not Handle:
+        return held.unpack()  # type: ignore[union-attr]
+    packed = held.packed
+    if packed.alias._version != packed.version:
+        raise MutationError(changed_message(packed.module_name, packed.alias._version, packed.version))
+    return packed.tensor(held)

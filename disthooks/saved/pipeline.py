@@ -106,7 +106,7 @@ class OpenPipeline:
         self.stages, self.recompute = stages, stages.recompute
         self.at_least, self.codecs, self.store = stages.at_least, stages.codecs, stages.store
         self.is_lossless = not any(codec.lossy for codec in stages.codecs)
-        self.counters, self.contents = Counters(), ContentIndex(is_typed=bool(stages.codecs))
+        self.counters, self.contents = Counters(), ContentIndex(stages.at_least, is_typed=bool(stages.codecs))
         self.droppable = Droppable()
         self.proofs = Proofs() if proofs is None and stages.recompute is not None else proofs
         self.verifications: weakref.WeakValueDictionary[int, Verification] = weakref.WeakValueDictionary()
@@ -117,7 +117,7 @@ class OpenPipeline:
     def report(self, names: Sequence[str] = ()) -> SavedReport:
         """The counts of the attachment so far, with its store's own reports; ``names`` are the attached modules."""
         is_idle = self.recompute is not None and not self.verifications
-        return self.counters.report(self.store, names, is_idle)
+        return self.counters.report(self.store, self.contents.held_bytes(), names, is_idle)
 
 
 _ORDER = "the order is Recompute, codecs, one store"

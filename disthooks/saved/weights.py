@@ -8,7 +8,7 @@
 # is there, and all bytes are compared (decision 11). In backward the new copy must have the same checksum, because a
 # weight can be written without a count, or be moved (decision 27). On a device the host waits for the first answer of
 # each weight, and later casts of it are not compared (decision 136). It does not wait for a copy without a history, nor
-# while a CUDA graph is captured: the copy stays `is_undecided`, and a later operator asks again.
+# while a CUDA graph is captured: the copy stays `undecided`, and a later operator asks again.
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._hashing import Checksums
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
-from disthooks._tensors import Layout, exotic, is_plain, is_waiting, storages_of, words_of
+from disthooks._tensors import exotic, is_plain, is_waiting, storages_of, words_of
 from disthooks._torch import StorageRef, node_name
 from disthooks.errors import MutationError, StoreError
-from disthooks.saved.counters import Counters
-from disthooks.saved.packed import Packed
+from disthooks.saved.counters import ModuleCounts
+from disthooks.saved.packed import Packed, Place, SavedTensor
 
 # Nodes through which a view of a weight was made before it was cast: FSDP1's of its flat parameter, a transpose, ...
 _VIEWS = re.compile(
@@ -163,16 +163,8 @@ class AutocastCopy(Packed):
 
     __slots__ = ("_answer", "_checksum", "_weight", "_weight_state")
 
-    def __init__(
-        self,
-        alias: torch.Tensor,
-        storage: torch.UntypedStorage,
-        first_layout: Layout,
-        weight: nn.Parameter,
-        counters: Counters,
-        module_name: str,
-    ) -> None:
-        super().__init__(alias, storage, None, first_layout, counters, module_name)
+    def __init__(self, saved: SavedTensor, weight: nn.Parameter, counts: ModuleCounts) -> None:
+        Packed.__init__(self, saved, StorageRef(saved.storage), counts)
         self._weight = weight
         self._weight_state: tuple[Any, ...] = ()  # of the weight when it was compared
         self._checksum: torch.Tensor | None = None
@@ -182,18 +174,18 @@ class AutocastCopy(Packed):
     def is_source(self) -> bool:
         return False  # weights are no activations: Recompute copies those that norms need
 
-    def _offload(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> Place:
         if not on_accelerator(self.alias):
             is_proven: torch.Tensor | bool | None = self._compare(storage)
         else:
             is_proven = self._is_as_proven(storage) or self._ask_device(storage)
-        self.is_undecided = is_proven is None
+        if is_proven is None:
+            return "undecided"
         if is_proven and self._is_same_weight():
-            self.counters.count_recast(self.nbytes, self.module_name)
-            return True
-        if is_proven is not None:
-            self.counters.count_kept("autocast weight", self.nbytes, self.module_name)
-        return False
+            self.counts.recast += self.nbytes
+            return "offloaded"
+        self.counts.count_kept("autocast weight", self.nbytes)
+        return "in memory"
 
     def _compare(self, storage: torch.UntypedStorage) -> torch.Tensor | bool:
         """Whether casting the weight again gives the same bytes."""
@@ -243,7 +235,7 @@ class AutocastCopy(Packed):
         weight = self._weight
         return weight.dtype, weight.shape, weight.stride(), self.first_layout, self.nbytes, self.alias.device
 
-    def _restore(self) -> torch.Tensor:
+    def _restore(self, is_as_packed: bool = False) -> torch.Tensor:
         if not self._is_weight_there():
             raise StoreError(f"a weight of {self.module_name!r} is not in memory in backward, to be cast again")
         again = self._cast()

@@ -34,9 +34,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["handles"] += len(self.handles)
         part(self, *args)
 
-    def counted_bring(self: Any) -> torch.Tensor:
+    def counted_bring(self: Any, *args: Any) -> torch.Tensor:
         counts["brought"] += 1
-        return bring(self)
+        return bring(self, *args)
 
     monkeypatch.setattr(StorageRegion, "nbytes", property(counted_nbytes))
     monkeypatch.setattr(packed.Readers, "drop_far_readers", counted_part)

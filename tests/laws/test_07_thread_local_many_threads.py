@@ -189,9 +189,10 @@ def test_no_count_is_lost_between_threads() -> None:
 
     def work() -> None:
         for _ in range(count):
-            counters.count_kept("small", 1, "layer")
-            counters.count_put(2, 3, 1.0, "layer")
-            counters.count_got(4, 1.0, "layer")
+            counts = counters.of_module("layer")
+            counts.count_kept("small", 1)
+            counts.count_put(2, 3, 1.0, 2)
+            counts.count_got(4, 1.0)
             counters.count_call("layer")
 
     sys.setswitchinterval(1e-6)

@@ -56,14 +56,15 @@ from disthooks.saved.codecs.base import relative_error
 from disthooks.saved.codecs.compact import Compact
 from disthooks.saved.contents import SmallCopy, StoredContent
 from disthooks.saved.counters import Counters, WarnedOnce
-from disthooks.saved.hooks import ContentClasses, HookSite, SavedTensorHooks, unpack
+from disthooks.saved.hooks import HookSite, SavedTensorHooks
 from disthooks.saved.module_class import exchange_site, site_of
-from disthooks.saved.packed import Packed
+from disthooks.saved.packed import Place, unpack
 from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.recompute.context import Recomputed
 from disthooks.saved.recompute.verify import Proofs, Verification
 from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import NARROW, ModuleWeights
 from disthooks.saved.wrap import SaveWith
 
@@ -175,41 +176,34 @@ class PlannedContent(StoredContent):
 
     __slots__ = ()
 
-    @property
-    def _is_accelerator(self) -> bool:
-        return cast(WatchedStore, self._store).is_accelerator
-
-    def copy_now(self) -> None:
-        if not self._is_accelerator:
-            super().copy_now()
-
     def release_copy(self) -> None:
         copy, self._copy = self._copy, None
         if copy is not None and self._weak_copy is not None and self.owner() is not None:
             self._checksum = 0
+        self._weak_copy = None
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
         """As in a run, but bytes that are there to be compared are equal."""
         copy = None if self._weak_copy is None else self._weak_copy()
         if copy is None and self._checksum is None:
-            return self.is_in_place
+            return self.place == "in place"
         if part.untyped_storage().nbytes() != self.nbytes:
             return False
         if self.region is None and not is_most_of(layout, part.nbytes, self.nbytes):
             return region_of(layout, self.nbytes) is None or copy is not None
         return True
 
-    def _offload(self, storage: torch.UntypedStorage) -> bool:
-        is_offloaded = super()._offload(storage)
-        if self._is_accelerator:
+    def _offload(self, storage: torch.UntypedStorage) -> Place:
+        place = super()._offload(storage)
+        if cast(WatchedStore, self._store).is_accelerator:
             self._copy = self._weak_copy = None  # the bytes of a device are not compared
-        return is_offloaded
+        return place
 
     def _measure(self, position: int, codec: Codec, tensors: Sequence[Any], encoded: Sequence[Any]) -> None:
         """Decode as a run does for its measure, because that takes memory; there is no error to be read."""
         for tensor, (parts, spec) in zip(tensors, encoded, strict=True):
             is_changed = not (len(parts) == 1 and parts[0] is tensor)
-            if is_changed and tensor.is_floating_point() and self.counters.codec_errors.is_due(position):
+            if is_changed and tensor.is_floating_point() and self.counts.all.codec_errors.is_due(position):
                 with torch.no_grad():
                     relative_error(codec.decode(parts, spec), tensor)
 
@@ -326,8 +320,7 @@ def planned_unpack(held: Any) -> torch.Tensor:
 class PlannedHooks(SavedTensorHooks):
     """The hooks of one call in a prediction. See [Note: a prediction runs the hooks]."""
 
-    _made = ContentClasses(PlannedContent, PlannedRecomputed, PlannedSmallCopy)
-    _unpack = staticmethod(planned_unpack)
+    stored, recomputed, small = PlannedContent, PlannedRecomputed, PlannedSmallCopy
 
     def __init__(
         self, seen: _SeenCasts, is_accelerator: bool, pipeline: OpenPipeline, name: str, module: nn.Module | None
@@ -335,6 +328,8 @@ class PlannedHooks(SavedTensorHooks):
         super().__init__(pipeline, name, module)
         self._is_accelerator = is_accelerator
         self._fresh_count = _planned_fresh_count()
+        pack = self._pack_by_function if isinstance(pipeline.store, Functions) else self._pack
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, planned_unpack)
         if module is not None:
             self._weights = PlannedWeights(module, seen)
 
@@ -349,22 +344,10 @@ class PlannedHooks(SavedTensorHooks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _answered():
-            super().__exit__(kind, error, trace)
-
-    def _reason_to_keep(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
-        reason = super()._reason_to_keep(owner, part)
         if self._is_accelerator:
             self._has_in_place = False  # the warning is about tensors of a CPU
-        return reason
-
-    def _has_same_contents(self, packed: Packed, part: torch.Tensor, layout: Layout, saved_at: tuple[int, int]) -> bool:
-        if not self._is_accelerator or packed.saved_at == saved_at:
-            return super()._has_same_contents(packed, part, layout, saved_at)
-        is_same = packed.nature == "result" and packed.is_intact  # as for the tensors of a device
-        if is_same:
-            packed.saved_at = saved_at
-        return is_same
+        with _answered():
+            super().__exit__(kind, error, trace)
 
 
 class _FreshCounts:
@@ -529,4 +512,5 @@ def _opened(stages: Pipeline, stores: PlannedStores, is_accelerator: bool, found
         None if stages.recompute is None else PlannedProofs(),
     )
     opened.counters.warned = _ToldOnce()
+    opened.contents.has_bytes = not is_accelerator
     return opened

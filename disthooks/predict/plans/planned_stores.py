@@ -14,7 +14,7 @@ A :class:`PlannedStore` stands for one place behind the device: host memory, a f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -228,6 +228,8 @@ class PlannedTiers(OpenTiered):
 
 class WatchedStore(Store):
     """The store of a pipeline in a prediction. It tells :class:`PlacedBytes` of each put and read."""
+
+    is_asynchronous: ClassVar[bool] = True
 
     def __init__(self, spec: Store, works: Store, placed: PlacedBytes, is_accelerator: bool) -> None:
         self._spec, self._works, self._placed, self.is_accelerator = spec, works, placed, is_accelerator

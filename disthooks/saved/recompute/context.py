@@ -12,7 +12,7 @@ from torch import nn
 from disthooks._tensors import Layout, is_plain
 from disthooks._torch import node_name
 from disthooks.saved.contents import StoredContent
-from disthooks.saved.packed import Handle
+from disthooks.saved.packed import Handle, Place
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, is_as_made, metadata_of, saves_now
@@ -193,11 +193,12 @@ class Recomputed(StoredContent):
     If a tensor is a widened copy of a narrow tensor that was not saved, the store gets it in the narrow dtype.
     """
 
-    __slots__ = ("_narrow", "_origin", "_program", "_wide")
+    __slots__ = ("_narrow", "_origin", "_program", "_wide", "cost", "products")
     may_stay = False  # other tensors are computed from what is stored
 
     def __init__(self, origin: Origin | None, *args: Any) -> None:
-        super().__init__(*args)
+        StoredContent.__init__(self, *args)
+        self.cost = self.products = 0
         self._origin: Origin | None = origin  # None after the contents were taken
         self._program: Program | None = None
         self._wide: torch.dtype | None = None
@@ -208,7 +209,7 @@ class Recomputed(StoredContent):
     @property
     def is_intact(self) -> bool:
         """Whether the contents can come back as they were saved: a program needs all its inputs to be intact."""
-        if self.is_offloaded and self._program is not None:
+        if self.place == "offloaded" and self._program is not None:
             return self._program.has_its_inputs()
         return super().is_intact
 
@@ -234,7 +235,7 @@ class Recomputed(StoredContent):
         finally:
             self._origin = None
 
-    def _offload(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> Place:
         origin = self._origin
         if self._copy is not None:
             storage = self._copy.untyped_storage()  # the contents as they were saved; the user may have changed them
@@ -243,8 +244,8 @@ class Recomputed(StoredContent):
             program = origin.context.program(origin, original)
             if program is not None:
                 self._program, self.cost, self.products = program, program.cost, program.products
-                self.counters.count_recomputed(program.name, self.nbytes, self.module_name)
-                return True
+                self.counts.count_recomputed(program.name, self.nbytes)
+                return "offloaded"
             self._narrow = origin.context.narrow(origin, original)
             self._wide = None if self._narrow is None else original.dtype
         if self._narrow is None or self._wide is None:
@@ -254,11 +255,11 @@ class Recomputed(StoredContent):
             # The store gets the narrow contents. If the tensor is saved again, it is compared with the wide ones.
             self.release_copy()
             self._weak_copy, self._copy = None, self._store.own(self.content(storage))
-        is_taken = super()._offload(storage)
-        if is_taken:
+        place = super()._offload(storage)
+        if place == "offloaded":
             narrow = self.nbytes * self._narrow.dtype.itemsize // self._wide.itemsize
-            self.counters.count_recomputed("cast", self.nbytes - narrow, self.module_name)
-        return is_taken
+            self.counts.count_recomputed("cast", self.nbytes - narrow)
+        return place
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
         if self._narrow is None or self._wide is None:
@@ -267,12 +268,12 @@ class Recomputed(StoredContent):
         wide = torch.empty(0, dtype=self._wide, device=self.alias.device).set_(storage, 0, (elements,), (1,))
         return wide.to(self._narrow.dtype)
 
-    def _restore(self) -> torch.Tensor:
+    def _restore(self, is_as_packed: bool = False) -> torch.Tensor:
         if self._program is not None:
             result = self._program.run()
-            self.counters.count_rerun(self._program.operators, self._program.flops)
+            self.counts.all.count_rerun(self._program.operators, self._program.flops)
             return result
         if self._narrow is not None:
             self._narrow.verification.raise_if_broken(self.alias.device)
-        content = super()._restore()
+        content = super()._restore(is_as_packed)
         return content if self._wide is None else content.to(self._wide)

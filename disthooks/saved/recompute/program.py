@@ -325,8 +325,7 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
     """
     if not packed.is_intact:
         return None
-    unchanged = packed.alias._version == packed.version and not packed.is_changed
-    storage = packed.storage_ref.get() if unchanged else None
+    storage = None if packed.is_changed() else packed.storage_ref.get()
     if storage is not None and storage.nbytes() == packed.nbytes and packed.nature == "result":
         now = layout.over(storage)
         # On a CPU the bytes are compared, because a write may have left the version as it was.
@@ -508,9 +507,9 @@ class Planner:
             return self._input(_in_place(held))
         packed = held.packed
         is_source = packed.is_source or (is_factor and isinstance(packed, AutocastCopy))
-        if packed.counters is not self._counters or not is_source or not packed.is_intact:
+        if packed.counts.all is not self._counters or not is_source or not packed.is_intact:
             raise NotComputable
-        if packed.is_changed or packed.alias._version != packed.version:
+        if packed.is_changed():
             raise NotComputable  # the graph does not say whether the operator ran before or after the change
         self._pay(packed.cost, packed.products)
         # autograd's own handle remembers its last read, so the program gets a handle of its own.
