@@ -24,7 +24,7 @@ from disthooks.errors import UsageError
 from disthooks.grads.buffers import BuffersBefore
 from disthooks.grads.gradients_report import GradientsReport, no_step_followed
 from disthooks.grads.plan import BoundRule
-from disthooks.grads.records import ReadRecords, RecentStep, StepRecords, UnwrittenRecords
+from disthooks.grads.records import MeasuredStep, ReadRecords, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
 from disthooks.grads.stats.base import Stat, State
@@ -223,10 +223,8 @@ class Gradients(Attachment):
         if self._checks.is_left_to_ranks():
             self._begun = BegunStep()
             return None
-        if self._records.has_pending:
-            self.flush()
-        else:
-            self._publish(self._records.read(wait=False))
+        self._publish(self._records.read(wait=self._records.must_be_read))
+        self._records.raise_errors()
         is_logged, is_measured = self._is_logged(), self._is_measured()
         is_frequent = self._config.every == 1 or self._config.recent > 0
         has_others = len(step.stepping) < len(step.optimizers)
@@ -243,15 +241,18 @@ class Gradients(Attachment):
         result = begun.result
         if result is not None and (decision := result.skip()) is not None:
             result.deferred_errors += self._buffers.treat(self.steps, decision)
-        self._runner.end_step(result)
+        self._runner.end_step(is_made=result is not None)
         self._records.loop.take(self.steps)
         if result is not None:
             self._was_logged = begun.is_logged
-            self._records.watch(self.steps, result.merged, result.skip(), begun.is_measured)
-            self._records.watch_events(self.steps, result.events)
+            self._records.begin(
+                self.steps, result.merged, result.skip(), begun.is_measured, result.deferred_errors, result.events
+            )
             has_after = bool(self._runner.plan.after.logged.uses)
             if begun.is_measured and not has_after and (self._config.stats or result.log):
                 self._record(self.steps, result, begun.is_logged)
+            if not has_after:
+                self._records.send()
         self._begin_next_step()
 
     def _warn_of_kept_gradients(self) -> None:
@@ -274,7 +275,7 @@ class Gradients(Attachment):
     def _step_is_dropped(self) -> None:
         """A ``GradScaler`` has kept the step back: what was noted for it belongs to no step."""
         self._forget_begun()
-        self._runner.end_step(None)
+        self._runner.end_step(is_made=False)
         self._records.loop.forget_forwards()
 
     def _forget_begun(self) -> None:
@@ -304,22 +305,26 @@ class Gradients(Attachment):
             )
         if step.is_first_in_backward:
             self._begin_next_step()
-        self._runner.end_step(self._runner.run(self.steps - 1, False, False, step.stepping))
+        self._records.raise_errors()
+        result = self._runner.run(self.steps - 1, False, False, step.stepping)
+        self._runner.end_step()
+        self._records.expect(result.deferred_errors)
 
     @torch.no_grad()
     def _after_step(self) -> None:
         result = self._runner.after_update()
         if result is not None:
             self._record(self.steps - 1, result, self._was_logged)
+        self._records.send()
         self._runner.forward_hooks.end_step()
 
     def _record(self, step: int, result: StepResult, is_logged: bool) -> None:
         """Start the record of a step that is logged, or keep its numbers. See [Note: recent steps] in records.py."""
         if is_logged:
             self._writer.take_also(step)
-            self._records.start(step, result.merged, result.log)
+            self._records.log(MeasuredStep(step, result.merged, result.log))
         else:
-            self._records.keep(RecentStep(step, result.merged, result.log))
+            self._records.keep(MeasuredStep(step, result.merged, result.log))
 
     def _begin_next_step(self) -> None:
         self.steps += 1

@@ -2,11 +2,11 @@
 
 # [Note: no host sync]
 # The host may be several steps ahead of the device, and a training loop that asks for a number makes it wait. So
-# nothing here reads a number in the step that makes it. `HostCopy` starts a copy into pinned memory and records an
-# event. The copy is read when that costs nothing: the record of a logged step at the start of the next step, by which
-# time the copy has almost always arrived; the numbers that tell whether a step was finite as soon as their event says
-# so; a `DeferredError` at the next step. `flush()`, `remove()` and the end of the process wait. Rules keep their state
-# in tensors on the device, and decide by `torch.where` and multiplication in place of `if`.
+# nothing here reads a number in the step that makes it. All numbers of a step that the host wants are one vector
+# (`StepNumbers`), which is copied once, into pinned memory. It is read when that costs nothing: as soon as its event
+# says that it has arrived; at the start of the next step if the step was logged, or has a `DeferredError`: by that time
+# it has almost always arrived. `flush()`, `remove()` and the end of the process wait. Rules keep their state in tensors
+# on the device, and decide by `torch.where` and multiplication in place of `if`.
 
 # [Note: which rank began]
 # A step whose gradients are not finite is recorded whatever `every` is: logged every 50 steps, a NaN of rank 1 at step
@@ -34,8 +34,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,27 +56,52 @@ _NORMS = History(window=128, least=16, sigmas=6.0)  # see [Note: recent steps]
 _AFTER = 8  # steps after one that something happened in
 
 
-class HostCopy:
-    """Tensors on their way to the host, from an accelerator into pinned memory. See [Note: no host sync].
+class StepNumbers:
+    """The numbers of one step that the host reads later. See [Note: no host sync].
 
-    >>> HostCopy([torch.tensor([1.0])]).tensors()
-    [tensor([1.])]
+    >>> numbers = StepNumbers()
+    >>> numbers.want([torch.tensor(2.0), torch.tensor([3, 4])], print)
+    >>> numbers.send()
+    >>> numbers.read()
+    [tensor([2.], dtype=torch.float64), tensor([3, 4])]
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
-        self._events = [event_on(current_stream(device)) for device in devices]
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._readers: list[tuple[int, Callable[[list[torch.Tensor]], object]]] = []
+        self.is_sent = False
+        self._rows: list[torch.Tensor] = []
+        self._event: torch.Event | None = None
+
+    def want(self, parts: Sequence[torch.Tensor], read: Callable[[list[torch.Tensor]], object]) -> None:
+        """Call ``read`` with copies of ``parts``, as rows of float64 or int64, when they are on the host."""
+        self._parts += parts
+        self._readers.append((len(parts), read))
+
+    def send(self) -> None:
+        """Start copying the numbers."""
+        parts, self._parts = self._parts, []
+        self.is_sent = True
+        if parts:
+            rows = [(part if part.dtype is torch.int64 else part.double()).reshape(-1) for part in parts]
+            bits = torch.cat([row.view(torch.int64) for row in rows])
+            host = bits.to("cpu", non_blocking=True)
+            self._event = event_on(current_stream(bits.device)) if on_accelerator(bits) else None
+            pieces = torch.split(host, [len(row) for row in rows])
+            self._rows = [piece.view(row.dtype) for piece, row in zip(pieces, rows, strict=True)]
 
     def arrived(self) -> bool:
-        """Whether :meth:`tensors` would wait for nothing."""
-        return all(event.query() for event in self._events)
+        """Whether :meth:`read` would wait for nothing."""
+        return self._event is None or self._event.query()
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The copies; waits until they have arrived."""
-        for event in self._events:
-            event.synchronize()
-        return self._copies
+    def read(self) -> None:
+        """Call the readers, in the order in which they were given; waits until the numbers have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows = self._rows
+        for count, read in self._readers:
+            read(rows[:count])
+            rows = rows[count:]
 
 
 #: A number that all ranks have alike, and the function that raises if the number says so.
@@ -84,77 +110,6 @@ DeferredError = tuple[torch.Tensor, Callable[[float], None]]
 
 #: A bool on the device, and the numbers that are recorded of the step if it is true, whatever ``every`` is.
 Event = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-
-
-class DeferredErrors:
-    """Errors that depend on a number on the device: raised at the next step. See [Note: no host sync].
-
-    >>> def loud(value: float) -> None:
-    ...     print(f"it was {value}")
-    >>> errors = DeferredErrors()
-    >>> errors.set([(torch.tensor(2.0), loud)])
-    >>> errors.check()
-    it was 2.0
-    >>> errors.check()
-    """
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[HostCopy, Callable[[float], None]]] = []
-
-    def set(self, errors: Iterable[DeferredError]) -> None:
-        """Start copying the numbers of this step."""
-        self._copies = [(HostCopy([number]), check) for number, check in errors]
-
-    def check(self) -> None:
-        """Read the numbers of the step before. Every rank reads the same ones, so all ranks raise or none."""
-        copies, self._copies = self._copies, []
-        for copy, check in copies:
-            check(float(copy.tensors()[0]))
-
-
-class PendingRecord(NamedTuple):
-    """The numbers of a logged step, on their way to the host.
-
-    Attributes:
-        step: the number of the step.
-        names: the names of the numbers that rules logged.
-        copy: the merged vectors of each round, then those measured after the update, then the rules' numbers in one.
-    """
-
-    step: int
-    names: Sequence[str]
-    copy: HostCopy
-
-    @staticmethod
-    def of(step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> PendingRecord:
-        numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
-        return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
-
-    def read(
-        self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], said: set[Stat]
-    ) -> dict[str, Any]:
-        """Make the record of the step; each statistic changes the state that it keeps from step to step."""
-        *vectors, numbers = self.copy.tensors()
-        record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
-        merged = list(zip(vectors[::2], vectors[1::2], strict=True))
-        # Statistics are measured in the first round, and after the update; other rounds are for rules alone.
-        measured = [(plan.rounds[0].logged, merged[0])]
-        if plan.after.logged.uses:
-            measured.append((plan.after.logged, merged[len(plan.rounds)]))
-        wanted = {measure for stat, _ in stats for measure in stat.measures()}
-        rows: dict[Measure, torch.Tensor] = {}
-        for layout, vector_pair in measured:
-            values = layout.unpack(vector_pair)
-            rows |= {m: values[m].view(len(layout.sizes[m]), -1) for m in layout.uses if m in wanted}
-        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks, plan.modules, self.step)
-        for stat, state in stats:
-            entries = stat.record(found, state)
-            record |= entries
-            if not entries and stat.why_empty and stat not in said and global_rank() == ranks[0]:
-                said.add(stat)
-                what = f"{type(stat).__name__} has no numbers in step {self.step}: {stat.why_empty}"
-                warnings.warn(f"{what}. This is said once", stacklevel=2)
-        return record
 
 
 class NonFiniteStep(NamedTuple):
@@ -169,27 +124,6 @@ class NonFiniteStep(NamedTuple):
     step: int
     fields: dict[str, Any]
     is_first: bool
-
-
-class _WatchedStep(NamedTuple):
-    """The numbers of one step that are on their way to the host.
-
-    Attributes:
-        step: the number of the step.
-        sizes: how many numbers there are of each kind: the "sizes" of gradients (counts of non-finite elements, or
-            norms) and the "marks" of ranks, one for each parameter; the "decision" about leaving the step out, if a
-            rule decides; the sum of "squares" of all gradients; whether their norm is a "spike"; and the sums that tell
-            the rank that "leads".
-        copy: all numbers in one tensor.
-    """
-
-    step: int
-    sizes: Mapping[str, int]
-    copy: HostCopy
-
-    def read(self) -> dict[str, torch.Tensor]:
-        parts = torch.split(self.copy.tensors()[0], list(self.sizes.values()))
-        return dict(zip(self.sizes, parts, strict=True))
 
 
 class _Peak(NamedTuple):
@@ -219,6 +153,7 @@ class WatchedSteps:
 
     Attributes:
         count: how many of the steps that were read so far were not finite.
+        found: steps that were not finite, until somebody takes them.
         has_norm: whether the norm of each step is known.
         spikes: steps whose norm was a spike, until somebody takes them.
     """
@@ -238,7 +173,7 @@ class WatchedSteps:
         self.spikes: list[int] = []
         self._unlogged = 0  # steps since the last record
         self.count = 0
-        self._on_way: deque[_WatchedStep] = deque()
+        self.found: list[NonFiniteStep] = []
         self._row: _NonFiniteRow | None = None
 
     @property
@@ -246,39 +181,44 @@ class WatchedSteps:
         """Whether each step tells if it was finite; if not, only a norm in the log can tell it."""
         return bool(self._indices)
 
-    def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
-        """Start copying the numbers that tell whether this step is finite, and its norm."""
-        numbers: dict[str, torch.Tensor] = {}
+    def watch(
+        self,
+        step: int,
+        merged: Sequence[Vectors],
+        decision: torch.Tensor | None,
+        is_logged: bool,
+        numbers: StepNumbers,
+    ) -> None:
+        """Ask for the numbers that tell whether this step is finite, and its norm.
+
+        These are the "sizes" of gradients (counts of non-finite elements, or norms) and the "marks" of ranks, one for
+        each parameter; the "decision" about leaving the step out, if a rule decides; the sum of "squares" of all
+        gradients; whether their norm is a "spike"; and the sums that tell the rank that "leads".
+        """
+        wanted: dict[str, torch.Tensor] = {}
         if self._indices:
             layout = self._plan.rounds[self._round].layout(is_logged)
             values = layout.unpack(merged[self._round])
             counts_or_norms: Measure = NonFiniteCount() if NonFiniteCount() in layout.uses else Power(2.0)
-            numbers["sizes"] = layout.pick(values, counts_or_norms, self._indices)
-            numbers["marks"] = layout.pick(values, OwnNonFinite(), self._indices)
+            wanted["sizes"] = layout.pick(values, counts_or_norms, self._indices)
+            wanted["marks"] = layout.pick(values, OwnNonFinite(), self._indices)
             if decision is not None:
-                numbers["decision"] = decision.double().reshape(1)
+                wanted["decision"] = decision
         if self.has_norm:
             values = self._plan.rounds[0].layout(is_logged).unpack(merged[0])
-            numbers["squares"] = values[Power(2.0)].sum().reshape(1)
+            wanted["squares"] = values[Power(2.0)].sum()
             if self._finds_spikes:
-                numbers["spike"] = self._is_spike(numbers["squares"].sqrt())
+                wanted["spike"] = self._is_spike(wanted["squares"].reshape(1).sqrt())
             if self._has_lead:
-                numbers["leads"] = values[OwnLead()][:3]  # of the first scope, which is all parameters
-        if numbers:
-            sizes = {name: len(each) for name, each in numbers.items()}
-            self._on_way.append(_WatchedStep(step, sizes, HostCopy([torch.cat(list(numbers.values()))])))
+                wanted["leads"] = values[OwnLead()][:3]  # of the first scope, which is all parameters
+        if wanted:
+            numbers.want(list(wanted.values()), lambda rows: self._read(step, dict(zip(wanted, rows, strict=True))))
 
-    def read(self, wait: bool) -> list[NonFiniteStep]:
-        """Those that are not finite among the steps whose numbers have arrived, or with ``wait`` among all steps."""
-        found = []
-        while self._on_way and (wait or self._on_way[0].copy.arrived()):
-            watched = self._on_way.popleft()
-            numbers = watched.read()
-            if self.has_norm:
-                self._keep_peak(watched.step, numbers)
-            step = self._judge(watched.step, numbers) if self._indices else None
-            found += [] if step is None else [step]
-        return found
+    def _read(self, step: int, numbers: Mapping[str, torch.Tensor]) -> None:
+        if self.has_norm:
+            self._keep_peak(step, numbers)
+        found = self._judge(step, numbers) if self._indices else None
+        self.found += [] if found is None else [found]
 
     def _keep_peak(self, step: int, numbers: Mapping[str, torch.Tensor]) -> None:
         """Keep the norm of this step if it is the largest since the last record."""
@@ -294,7 +234,7 @@ class WatchedSteps:
         is_spike = norm > _NORMS.limit(self._norms, "norm")
         # A norm of 0 says nothing about how large gradients are.
         _NORMS.push(self._norms, "norm", norm, norm.isfinite() & (norm > 0))
-        return is_spike.double()
+        return is_spike
 
     def take_peak(self, least: int = 2) -> dict[str, Any]:
         """The largest norm since the last call, for the record of the step that was read last; {} for fewer steps.
@@ -378,12 +318,55 @@ class ReadRecords(NamedTuple):
     records: list[StepRecord]
 
 
-class RecentStep(NamedTuple):
-    """The numbers of a step that is not logged, on the device. See [Note: recent steps]."""
+class MeasuredStep(NamedTuple):
+    """The numbers of a step of which a record is made, or may be made. See [Note: recent steps].
+
+    Attributes:
+        step: the number of the step.
+        merged: the merged vectors of each round, then those measured after the update.
+        log: the numbers that rules logged, by name.
+    """
 
     step: int
     merged: Sequence[Vectors]
     log: Mapping[str, torch.Tensor]
+
+    def ask(self, numbers: StepNumbers, read: Callable[[MeasuredStep], object]) -> None:
+        """Let ``read`` be called with this step, when its numbers are on the host."""
+        parts = [*(vector for pair in self.merged for vector in pair), *self.log.values()]
+        numbers.want(parts, lambda rows: read(self._of(rows)))
+
+    def _of(self, rows: Sequence[torch.Tensor]) -> MeasuredStep:
+        vectors, values = rows[: 2 * len(self.merged)], rows[2 * len(self.merged) :]
+        return MeasuredStep(
+            self.step,
+            list(zip(vectors[::2], vectors[1::2], strict=True)),
+            dict(zip(self.log, values, strict=True)),
+        )
+
+    def record(
+        self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int], said: set[Stat]
+    ) -> dict[str, Any]:
+        """Make the record of the step; each statistic changes the state that it keeps from step to step."""
+        record: dict[str, Any] = {"step": self.step} | {name: float(value) for name, value in self.log.items()}
+        # Statistics are measured in the first round, and after the update; other rounds are for rules alone.
+        measured = [(plan.rounds[0].logged, self.merged[0])]
+        if plan.after.logged.uses:
+            measured.append((plan.after.logged, self.merged[len(plan.rounds)]))
+        wanted = {measure for stat, _ in stats for measure in stat.measures()}
+        rows: dict[Measure, torch.Tensor] = {}
+        for layout, vector_pair in measured:
+            values = layout.unpack(vector_pair)
+            rows |= {m: values[m].view(len(layout.sizes[m]), -1) for m in layout.uses if m in wanted}
+        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks, plan.modules, self.step)
+        for stat, state in stats:
+            entries = stat.record(found, state)
+            record |= entries
+            if not entries and stat.why_empty and stat not in said and global_rank() == ranks[0]:
+                said.add(stat)
+                what = f"{type(stat).__name__} has no numbers in step {self.step}: {stat.why_empty}"
+                warnings.warn(f"{what}. This is said once", stacklevel=2)
+        return record
 
 
 class StepRecords:
@@ -403,14 +386,17 @@ class StepRecords:
         recent: int = 0,
     ) -> None:
         self.stats, self.loop = stats, loop
-        self._recent: deque[RecentStep] = deque(maxlen=recent)
+        self._recent: deque[MeasuredStep] = deque(maxlen=recent)
         self._until = -1  # steps that are not logged become records up to this one
         self._plan, self._ranks = plan, ranks
         self._watched = WatchedSteps(plan, ranks, finds_spikes=recent > 0)
-        self._pending: PendingRecord | None = None
         self._said: set[Stat] = set()  # the statistics of which it has been said that they have no numbers
-        self._events: deque[tuple[int, Sequence[str], HostCopy]] = deque()
         self._was_norm_nonfinite = False  # in the step that was logged last
+        self._on_way: deque[StepNumbers] = deque()  # the numbers of steps; the last ones may not be sent yet
+        self._must_be_read = False
+        self._happened: dict[int, dict[str, float]] = {}  # the events of the steps that were read
+        self._logged: MeasuredStep | None = None  # that was read
+        self._errors: list[Callable[[], None]] = []  # that were read
 
     @property
     def sees_every_step(self) -> bool:
@@ -418,35 +404,60 @@ class StepRecords:
         return self._watched.sees_every_step or self._watched.has_norm
 
     @property
-    def has_pending(self) -> bool:
-        """Whether the record of a logged step has not been read yet."""
-        return self._pending is not None
+    def must_be_read(self) -> bool:
+        """Whether the next step waits for the numbers of this one: it was logged, or they may make that step raise."""
+        return self._must_be_read
 
-    def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
-        """Start copying the numbers that are read of every step."""
-        self._watched.watch(step, merged, decision, is_logged)
+    def begin(
+        self,
+        step: int,
+        merged: Sequence[Vectors],
+        decision: torch.Tensor | None,
+        is_measured: bool,
+        errors: Sequence[DeferredError],
+        events: Sequence[Event],
+    ) -> None:
+        """Ask for the numbers that are read of every step."""
+        self.expect(errors)
+        numbers = self._on_way[-1]
+        self._watched.watch(step, merged, decision, is_measured, numbers)
+        for is_true, fields in events:
+            numbers.want([is_true, *fields.values()], partial(self._note_event, step, list(fields)))
 
-    def watch_events(self, step: int, events: Sequence[Event]) -> None:
-        """Start copying what is recorded of this step if something has happened in it."""
-        for is_true, numbers in events:
-            copied = torch.stack([is_true.double(), *(number.double() for number in numbers.values())])
-            self._events.append((step, list(numbers), HostCopy([copied])))
+    def expect(self, errors: Sequence[DeferredError]) -> None:
+        """Ask for the numbers that may make the next step raise: see :meth:`raise_errors`."""
+        self._on_way.append(StepNumbers())
+        self._must_be_read = bool(errors)
+        for number, check in errors:
+            self._on_way[-1].want([number], partial(self._note_error, check))
 
-    def _read_events(self, wait: bool) -> dict[int, dict[str, float]]:
-        """The numbers of the steps in which something has happened, among those whose numbers have arrived."""
-        happened: dict[int, dict[str, float]] = {}
-        while self._events and (wait or self._events[0][2].arrived()):
-            step, names, copy = self._events.popleft()
-            is_true, *numbers = copy.tensors()[0].tolist()
-            if is_true:
-                happened[step] = happened.get(step, {}) | dict(zip(names, numbers, strict=True))
-        return happened
+    def _note_error(self, check: Callable[[float], None], rows: Sequence[torch.Tensor]) -> None:
+        self._errors.append(partial(check, float(rows[0])))
 
-    def start(self, step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> None:
-        """Start copying the numbers of a logged step."""
-        self._pending = PendingRecord.of(step, merged, log)
+    def _note_event(self, step: int, names: Sequence[str], rows: Sequence[torch.Tensor]) -> None:
+        is_true, *values = map(float, rows)
+        if is_true:
+            self._happened[step] = self._happened.get(step, {}) | dict(zip(names, values, strict=True))
 
-    def keep(self, recent: RecentStep) -> None:
+    def raise_errors(self) -> None:
+        """Raise what the numbers of the step before say. Every rank reads the same ones, so all ranks raise or none."""
+        errors, self._errors = self._errors, []
+        for raise_if_so in errors:
+            raise_if_so()
+
+    def log(self, step: MeasuredStep) -> None:
+        """Ask for the numbers of a step that is logged; :meth:`begin` was called for it."""
+        if not self._on_way or self._on_way[-1].is_sent:
+            self._on_way.append(StepNumbers())
+        self._must_be_read = True
+        step.ask(self._on_way[-1], partial(setattr, self, "_logged"))
+
+    def send(self) -> None:
+        """Start copying the numbers of the step that was begun last."""
+        if self._on_way:
+            self._on_way[-1].send()
+
+    def keep(self, recent: MeasuredStep) -> None:
         """Keep the numbers of a step that is not logged. See [Note: recent steps]."""
         self._recent.append(recent)
 
@@ -460,20 +471,28 @@ class StepRecords:
         if happened:
             self._until = max(self._until, max(happened) + _AFTER)
         while self._recent and self._recent[0].step <= self._until:
-            step, merged, log = self._recent.popleft()
+            recent = self._recent.popleft()
+            step, numbers = recent.step, StepNumbers()
+            found: list[MeasuredStep] = []
+            recent.ask(numbers, found.append)
+            numbers.send()
+            numbers.read()
             copies = [(stat, {name: value.clone() for name, value in state.items()}) for stat, state in self.stats]
-            pending = PendingRecord.of(step, merged, log)
-            fields = pending.read(self._plan, copies, self._ranks, self._said) | self.loop.settings(step)
+            fields = found[0].record(self._plan, copies, self._ranks, self._said) | self.loop.settings(step)
             fields = {**fields, **known.get(step, {}), "recent": True}
             yield StepRecord(fields, is_logged=False, is_first_nonfinite="nonfinite_params" in known.get(step, {}))
 
     def read(self, wait: bool) -> ReadRecords:
         """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
-        nonfinite = self._watched.read(wait)
+        self.send()
+        while self._on_way and (wait or self._on_way[0].arrived()):
+            self._on_way.popleft().read()
+        self._must_be_read = self._must_be_read and bool(self._on_way)
+        nonfinite, self._watched.found = self._watched.found, []
         spikes, self._watched.spikes = self._watched.spikes, []
-        pending, self._pending = (self._pending, None) if wait else (None, self._pending)
-        step = None if pending is None else pending.step
-        events = self._read_events(wait)
+        events, self._happened = self._happened, {}
+        logged, self._logged = self._logged, None
+        step = None if logged is None else logged.step
         first = {each.step: each.fields for each in nonfinite if each.is_first}
         # The record of the logged step has both anyway.
         happened = {at: {**events.get(at, {}), **first.get(at, {})} for at in sorted({*events, *first}) if at != step}
@@ -484,9 +503,9 @@ class StepRecords:
             for at, fields in happened.items()
             if at not in written
         ]
-        if pending is not None:
-            fields, is_first = pending.read(self._plan, self.stats, self._ranks, self._said), False
-            fields |= self.loop.settings(pending.step)
+        if logged is not None:
+            fields, is_first = logged.record(self._plan, self.stats, self._ranks, self._said), False
+            fields |= self.loop.settings(logged.step)
             for each in nonfinite:
                 if each.step == step:
                     ranks = {place["param"]: place for place in fields.get("nonfinite_at", ())}

@@ -37,7 +37,7 @@ from disthooks.grads.collectives import StepCounts
 from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks
 from disthooks.grads.plan import BoundRule, StepPlan, VectorLayout, Vectors
-from disthooks.grads.records import DeferredError, DeferredErrors, Event
+from disthooks.grads.records import DeferredError, Event
 from disthooks.grads.rules.base import State, Work, named
 from disthooks.grads.stats.across_ranks import UnreducedSquares
 from disthooks.grads.stats.base import Local, LocalStats, Measure, scalar
@@ -212,7 +212,6 @@ class StepRunner:
         self._parameters = [shard.parameter for shard in plan.shards]
         self._is_owner = [shard.is_owner for shard in plan.shards]
         self._is_unreduced = [shard.sharding == "unreduced" and not shard.is_owner for shard in plan.shards]
-        self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
         self._left_out: Sequence[int] = ()  # parameters of optimizers that did not step in the last step
         self._update: _Update | None = None
@@ -229,7 +228,6 @@ class StepRunner:
     ) -> StepResult:
         """Measure the gradients, and rewrite them in place."""
         self._update, self._step = None, step
-        self._deferred_errors.check()
         final = self._gradients()
         if not self._has_warned and all(grad is None for grad in final):
             self.warn_of_no_gradient(step)
@@ -253,10 +251,9 @@ class StepRunner:
             self._update = _Update(result, is_logged, self._copy_parameters(reuse_copies))
         return result
 
-    def end_step(self, result: StepResult | None) -> None:
-        """The step is made, or dropped if there is no ``result``: hooks see the next one from now on."""
-        self._deferred_errors.set([] if result is None else result.deferred_errors)
-        self.local_hooks.clear(self._left_out if result is not None else ())
+    def end_step(self, is_made: bool = True) -> None:
+        """The step is made, or dropped: hooks see the next one from now on."""
+        self.local_hooks.clear(self._left_out if is_made else ())
         self.forward_hooks.clear()
 
     def copied_states(self) -> list[State]:

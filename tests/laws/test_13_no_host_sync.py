@@ -83,9 +83,9 @@ class Still(torch.optim.Optimizer):
 def valueless() -> Iterator[None]:
     with (
         _Copies(),
-        mock.patch.object(records.HostCopy, "__init__", return_value=None),  # what is read one step late
-        mock.patch.object(records.HostCopy, "arrived", return_value=False),
-        mock.patch.object(records.HostCopy, "tensors", return_value=[torch.zeros(())]),
+        mock.patch.object(records.StepNumbers, "send", return_value=None),  # what is read one step late
+        mock.patch.object(records.StepNumbers, "arrived", return_value=False),
+        mock.patch.object(records.StepNumbers, "read", return_value=None),
         mock.patch.object(Gradients, "flush", _not_read),
         mock.patch.object(skip, "FUSED", (Still,)),  # what is told to skip on the device
     ):
