@@ -375,6 +375,8 @@ class StepRecords:
     Attributes:
         stats: the statistics and their states.
         loop: what the loop set in each step, which is in each record that is written.
+        must_be_read: whether the next step waits for the numbers of the last one: it was logged, or they may make the
+            next step raise.
     """
 
     def __init__(
@@ -393,7 +395,7 @@ class StepRecords:
         self._said: set[Stat] = set()  # the statistics of which it has been said that they have no numbers
         self._was_norm_nonfinite = False  # in the step that was logged last
         self._on_way: deque[StepNumbers] = deque()  # the numbers of steps; the last ones may not be sent yet
-        self._must_be_read = False
+        self.must_be_read = False
         self._happened: dict[int, dict[str, float]] = {}  # the events of the steps that were read
         self._logged: MeasuredStep | None = None  # that was read
         self._errors: list[Callable[[], None]] = []  # that were read
@@ -402,11 +404,6 @@ class StepRecords:
     def sees_every_step(self) -> bool:
         """Whether something tells of each step if its gradients were finite, or their norm."""
         return self._watched.sees_every_step or self._watched.has_norm
-
-    @property
-    def must_be_read(self) -> bool:
-        """Whether the next step waits for the numbers of this one: it was logged, or they may make that step raise."""
-        return self._must_be_read
 
     def begin(
         self,
@@ -427,7 +424,7 @@ class StepRecords:
     def expect(self, errors: Sequence[DeferredError]) -> None:
         """Ask for the numbers that may make the next step raise: see :meth:`raise_errors`."""
         self._on_way.append(StepNumbers())
-        self._must_be_read = bool(errors)
+        self.must_be_read = bool(errors)
         for number, check in errors:
             self._on_way[-1].want([number], partial(self._note_error, check))
 
@@ -449,7 +446,7 @@ class StepRecords:
         """Ask for the numbers of a step that is logged; :meth:`begin` was called for it."""
         if not self._on_way or self._on_way[-1].is_sent:
             self._on_way.append(StepNumbers())
-        self._must_be_read = True
+        self.must_be_read = True
         step.ask(self._on_way[-1], partial(setattr, self, "_logged"))
 
     def send(self) -> None:
@@ -487,7 +484,7 @@ class StepRecords:
         self.send()
         while self._on_way and (wait or self._on_way[0].arrived()):
             self._on_way.popleft().read()
-        self._must_be_read = self._must_be_read and bool(self._on_way)
+        self.must_be_read = self.must_be_read and bool(self._on_way)
         nonfinite, self._watched.found = self._watched.found, []
         spikes, self._watched.spikes = self._watched.spikes, []
         events, self._happened = self._happened, {}
