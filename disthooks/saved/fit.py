@@ -68,7 +68,6 @@ from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.report import BudgetReport, SavedReport, SiteReport
 from disthooks.saved.stopwatch import Moment, Stopwatch
 from disthooks.saved.stores.cpu import OnCpu
-from disthooks.saved.stores.disk import OnDisk
 from disthooks.saved.stores.host import container_memory, node_memory
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
@@ -78,8 +77,8 @@ _MARGIN = 0.01
 # two of the largest stay free, or of one if two are more than this part of the budget: a limit that is a little larger
 # may keep one tensor more. A limit grows by a part of what is left.
 _UNEVEN, _GROWTH = 0.05, 0.9
-# On the CPU it is a half: what a store holds while it writes and reads does not count under the limit there, and what
-# it could hold counts as needed, so that the budget does not depend on how fast the disk and the computation are.
+# On the CPU it is a half: what a store holds while it writes and reads does not count under the limit there, and the C
+# library keeps freed memory, so resident memory differs from step to step by up to 2%.
 _GROWTH_CPU = 0.5
 # The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
 _OTHERS = 0.05
@@ -139,8 +138,6 @@ class _Round:
         started: when it started: by the host's clock, and by the computation's.
         forward_end, backward_end: when its forwards and its backward ended, as far as they have.
         peak: the most bytes in use in it, as far as it was read.
-        counted: the peak when ``highest`` was counted last.
-        highest: the most bytes that would have been in use if stores had had as many bytes in flight as they may.
         has_stepped: whether an optimizer has made a step in it.
         is_over: whether its peak is known: an evaluation has followed, a forward without gradients after the
             optimizer's step; or another attachment has started a round, and no saved tensor of this one was alive; or
@@ -160,8 +157,6 @@ class _Round:
     forward_end: Moment | None = None
     backward_end: Moment | None = None
     peak: int = 0
-    counted: int = 0
-    highest: int = 0
     has_stepped: bool = False
     is_over: bool = False
     is_alone: bool = True
@@ -238,11 +233,6 @@ class Fitted(Attachment):
         self._has_warned, self._lock = False, new_lock()
         for part in parts:
             part._limit_drops(self._again.droppable)
-        disks = [store.open() for each in tiers for store in each.stores if isinstance(store, OnDisk)]
-        self._workers = {disk.worker for disk in disks} if device.type == "cpu" else set()
-        for worker in self._workers:
-            worker.frees_idle_for.add(self)  # idle memory would come and go with the speed of the disk
-            self.on_remove(functools.partial(worker.frees_idle_for.discard, self))
         for other in _at_work:
             if other._device == device:
                 self._on_device.below.update(other._on_device.below)
@@ -338,7 +328,6 @@ class Fitted(Attachment):
             self._read_peak()
             if self._round is not None:
                 self._round.threads.discard(threading.get_ident())
-                self._count_spare(self._round)
                 if torch.is_grad_enabled():
                     self._round.forward_end = self._watch.now()
 
@@ -394,10 +383,7 @@ class Fitted(Attachment):
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
         self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
         started = time.perf_counter(), self._watch.now()
-        for worker in self._workers:
-            worker.spare(0)  # it counts from here on; what is in memory now is a part of what could be
         under_way = sum(store.device_bytes(self._device) for store in self._on_device.below.values())
-        under_way += sum(worker.buffers.most for worker in self._workers)
         begin = self._memory.in_use() - under_way
         self._round = _Round(size, size, expected, is_first, begin, saved, started)
         for tiers in self._tiers:
@@ -437,16 +423,6 @@ class Fitted(Attachment):
         """Read the peak so far: after forward, and around each step of an optimizer. A script may reset it anywhere."""
         if self._round is not None and not self._round.is_over:
             self._round.peak = max(self._round.peak, self._memory.peak())
-
-    def _count_spare(self, round_: _Round) -> None:
-        """Note how high the peak would have been on a slower disk, with as many bytes in flight as a store may have.
-
-        It is called at the end of forward and of backward: bytes that backward reads ahead are not there in forward.
-        """
-        moved = self._saved().moved - round_.before.moved if self._workers else 0
-        spare = sum(worker.spare(moved) for worker in self._workers)
-        if round_.peak > round_.counted:
-            round_.counted, round_.highest = round_.peak, max(round_.highest, round_.peak + spare)
 
     def _after_step(self, *_: Any) -> None:
         """Note that an optimizer has made a step."""
@@ -516,11 +492,10 @@ class Fitted(Attachment):
                 "can move. If torch.compile took the model before, call fit before it, or give fit what it returned; "
                 "else name modules that are called, modules='layers.*'"
             )
-        self._count_spare(last)
         stored, kept = saved.stored - last.before.stored, _kept(saved) - _kept(last.before)
         # On the CPU what is on its way does not count.
         most = max(self._near.of(self._device).most, *(tiers.most.get(self._device, 0) for tiers in self._tiers))
-        needed = max(0, last.highest - last.begin - min(most, limit))
+        needed = max(0, peak - last.begin - min(most, limit))
         which = last.expected, last.is_first
         if last.has_backward(saved):
             self._totals[last.first] = max(last.size, self._totals.get(last.first, 0))
@@ -554,10 +529,7 @@ class Fitted(Attachment):
         if not sizes:
             return math.inf
         like, growth = nearest_size(round_.expected, sizes)
-        # Smaller inputs may need more resident memory: glibc keeps the memory of small tensors (decision 213).
-        likes = [size for size in sizes if size <= like] if self._device.type == "cpu" else [like]
-        known = [(self._needs[size, is_first], self._least.get((size, is_first), 0)) for size in likes]
-        return max(max(*needs.values(), least) for needs, least in known) * growth
+        return max(*self._needs[like, is_first].values(), self._least.get((like, is_first), 0)) * growth
 
 
 _at_work: weakref.WeakSet[Fitted] = weakref.WeakSet()

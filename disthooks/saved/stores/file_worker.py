@@ -63,7 +63,6 @@ class FileWorker(Shared[Entry]):
         io: moves the bytes.
         stats: bytes that were moved.
         drop: lets go of an entry; destructors call it.
-        frees_idle_for: the attachments for which no memory is kept for the next read, though backward waits for reads.
     """
 
     def __init__(self, file: ScratchFile, limit: int) -> None:
@@ -73,7 +72,6 @@ class FileWorker(Shared[Entry]):
         self.file, self.buffers, self.stats, self.staging = file, self.io.buffers, self.io.stats, self.io.staging
         self.buffers.keep = _STAGING + limit
         self.drop: Callable[[Entry], None] = self.release
-        self.frees_idle_for: weakref.WeakSet[object] = weakref.WeakSet()
         self._joined = max(PAGE, min(JOINED, limit // 8) // PAGE * PAGE)
         self._tapes: dict[torch.device | None, PerThread[Tape]] = {}
         self._thread: threading.Thread | None = None
@@ -158,8 +156,7 @@ class FileWorker(Shared[Entry]):
         assert group is not None
         self.stats.ahead += entry.nbytes if is_coming else 0
         # A read into memory that was used before is faster. Such memory is kept only if backward waits for reads.
-        keeps_idle = group.tape.order.waiting > _MUCH and not self.frees_idle_for
-        self.buffers.trim(2 * self.limit if keeps_idle else 0)
+        self.buffers.trim(2 * self.limit if group.tape.order.waiting > _MUCH else 0)
         if found is None:
             begin = time.perf_counter()
             found = self._read_now(entry, group)
@@ -222,12 +219,6 @@ class FileWorker(Shared[Entry]):
                 sum(entry.nbytes for entry in group.members) if group.state == WRITING else group.nbytes
                 for group in self._in_flight()
             )
-
-    def spare(self, moved: int) -> int:
-        """Bytes of ``moved`` that could have been on their way at once, beside those that were since the last call."""
-        most = self.buffers.most
-        self.buffers.begin_most()
-        return max(0, min(moved, self.limit + CHUNK) - most)
 
     @property
     def never_written(self) -> int:

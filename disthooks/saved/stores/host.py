@@ -75,12 +75,11 @@ class AlignedPool(Shared[mmap.mmap]):
 
     Attributes:
         keep: bytes. Idle blocks are kept while all blocks together, in use or idle, have at most so many.
-        most: the most bytes that all blocks had together since :meth:`begin_most`.
     """
 
     def __init__(self, keep: int = 0) -> None:
         super().__init__()
-        self.keep, self.most = keep, 0
+        self.keep = keep
         self._idle: collections.deque[mmap.mmap] = collections.deque()  # the oldest first
         self._bytes = 0  # of all blocks
 
@@ -102,13 +101,9 @@ class AlignedPool(Shared[mmap.mmap]):
             if block is None:
                 block = map_block(room)
                 self._bytes += room
-                self.most = max(self.most, self._bytes)
         lease = lease_type(room).from_buffer(block)
         lease.give_back = functools.partial(self.release, block)
         return lease
-
-    def begin_most(self) -> None:
-        self.most = self._bytes
 
     def trim(self, keep: int) -> None:
         """Keep at most ``keep`` bytes from now on, and give the idle blocks above that back to the system."""
