@@ -30,6 +30,13 @@ def backward(model: nn.Module, step: int = 0, scale: Any = None, factor: float =
     return loss.detach()
 
 
+def scaled(*scales: float) -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[torch.amp.GradScaler]]:
+    """A model with an optimizer and a scaler for each of ``scales``."""
+    models = [net() for _ in scales]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
+    return models, optimizers, [torch.amp.GradScaler("cpu", init_scale=scale) for scale in scales]
+
+
 def norm_of(model: nn.Module) -> float:
     return float(torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm())  # type: ignore[union-attr]
 
@@ -172,10 +179,8 @@ def test_each_optimizer_has_its_own_scaler() -> None:
     """Weights are those without disthooks, and no scaler unscales the gradients of another one."""
 
     def run(is_watched: bool) -> list[torch.Tensor]:
-        models = net(), net()
-        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
-        watch = dh.gradients(list(models), optimizers, stats=[stats.Norm()], every=1) if is_watched else None
+        models, optimizers, scalers = scaled(8.0, 1024.0)
+        watch = dh.gradients(models, optimizers, stats=[stats.Norm()], every=1) if is_watched else None
         for step in range(4):
             for model, scaler in zip(models, scalers, strict=True):
                 backward(model, step, scaler.scale)
@@ -195,16 +200,12 @@ def test_each_optimizer_has_its_own_scaler() -> None:
 @pytest.mark.parametrize("begins_early", [False, True])
 def test_an_overflow_of_one_scaler_leaves_the_other_scaler_and_its_step_alone(begins_early: bool) -> None:
     def run(is_watched: bool) -> tuple[list[torch.Tensor], list[float]]:
-        models = net(), net()
-        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
+        models, optimizers, scalers = scaled(8.0, 1024.0)
         parameters = [parameter for model in models for parameter in model.parameters()]
         with contextlib.ExitStack() as attached:
             if is_watched:
                 rules = [dh.Scale(0.5)] if begins_early else []
-                watch = attached.enter_context(
-                    dh.gradients(list(models), optimizers, rules=rules, stats=[stats.Norm()])
-                )
+                watch = attached.enter_context(dh.gradients(models, optimizers, rules=rules, stats=[stats.Norm()]))
             for step in range(4):
                 backward(models[0], step, scalers[0].scale, math.inf if step == 2 else 1.0)
                 backward(models[1], step, scalers[1].scale)
@@ -230,7 +231,7 @@ def test_an_update_of_the_one_scaler_before_all_have_stepped_is_an_error() -> No
     models = net(), net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with dh.gradients(list(models), optimizers, stats=[stats.Norm()]):
+    with dh.gradients(models, optimizers, stats=[stats.Norm()]):
         for model in models:
             backward(model, 0, scaler.scale)
         scaler.step(optimizers[0])
@@ -244,10 +245,8 @@ def test_an_update_of_the_one_scaler_before_all_have_stepped_is_an_error() -> No
 
 
 def test_two_scalers_of_which_nothing_tells_are_an_error_before_anything_changes() -> None:
-    models = net(), net()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
-    with dh.gradients(list(models), optimizers, stats=[stats.Norm()], every=1):
+    models, optimizers, scalers = scaled(8.0, 1024.0)
+    with dh.gradients(models, optimizers, stats=[stats.Norm()], every=1):
         for model, scaler in zip(models, scalers, strict=True):
             backward(model, 0, scaler.scale)
         before = [p.detach().clone() for model in models for p in model.parameters()]
