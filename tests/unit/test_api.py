@@ -53,9 +53,6 @@ def test_a_star_import_gives_every_name() -> None:
     assert set(dh.__all__) <= set(found)
 
 
-@pytest.mark.parametrize("name", ["Compact", "Tiered", "ClipNorm", "only"])
-def test_a_public_name_is_pickled(name: str) -> None:
-    assert pickle.loads(pickle.dumps(getattr(dh, name))) is getattr(dh, name)
 
 
 def test_modules_come_when_they_are_asked_for() -> None:

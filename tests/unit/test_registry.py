@@ -169,11 +169,3 @@ def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
     assert type(detect_engine(torch.nn.Linear(2, 2))).__name__ == "Plain"
 
 
-def test_entry_points_are_read_only_for_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(_registry, "_entry_points", lambda noun: asked.append(noun) or ())
-    dh.config.from_config(saving() | {"watch": {"stats": "standard"}})
-    assert not asked
-    with pytest.raises(ConfigError, match="'OnCup' is no store"):
-        dh.config.from_config(saving(store="OnCup"))
-    assert "store" in asked

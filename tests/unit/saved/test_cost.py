@@ -38,16 +38,6 @@ def test_no_mixture_of_whole_groups_is_cheaper(seed: int) -> None:
         assert found.seconds <= seconds_of(kinds, again, excess, rates) + 1e-9
 
 
-def test_what_does_not_fit_into_the_host_moves_to_the_disk_beside_it() -> None:
-    disk = Rates(10.0, 20.0, out=2.0, back=1.0)
-    both = Rates(10.0, 20.0, out=1.0, back=1.0, tensor=1.0, room=15.0, then=disk)
-    assert both.moving(9) == 0.0, "nine seconds of forward are hidden"
-    assert both.moving(15) == 6, "no more of backward than of it"
-    assert both.moving(25) == 6 + 10, "ten bytes on the disk take 20 seconds, of which ten are hidden"
-    assert both.corners() == (0.0, 9.0, 15.0, 20.0, 35.0)
-    assert Rates(10.0, 20.0, out=1.0, back=1.0, room=15.0).corners() == (0.0, 10.0, 20.0), "there is no other place"
-
-
 class Step:
     """Steps of a model of twelve layers in checkpoints, whose seconds are those of ``truth`` and not of a clock.
 
@@ -130,29 +120,6 @@ def test_no_more_is_dropped_than_is_cheaper_than_moving_it(rates: Rates, part: f
     for _ in range(20):
         step.make(GB // 2)
     assert step.again.nbytes == pytest.approx(part * GB)
-
-
-def test_a_round_that_goes_on_may_drop_what_is_left_of_its_share() -> None:
-    """Two forwards wait for one backward. What the first one has dropped counts, and a share of both is not all."""
-    again = ComputedAgain()
-    again.choose(8, 0)
-    again.droppable.take("relu", 40)
-    again.learn(8, saved=50, needed=30)
-    again.choose(8, 80)
-    assert again.droppable.left == {"relu": 11.5}
-    again.droppable.take("relu", 5)
-    again.choose(8, 80, is_going_on=True)
-    assert again.droppable.left == {"relu": 6.5}
-    again.droppable.take("relu", 7)
-    again.choose(8, 80, is_going_on=True)
-    assert again.droppable.left == {}
-    again.choose(8, 0)
-    again.droppable.take("relu", 40)
-    again.choose(8, 80, is_going_on=True)
-    assert again.droppable.left == {}
-    again.learn(8, saved=50, needed=30)
-    again.choose(8, 80)
-    assert again.droppable.left == {"relu": 11.5}, "as many bytes can be dropped as before"
 
 
 def test_a_mixture_that_saves_less_than_two_percent_of_a_step_changes_nothing() -> None:

@@ -50,22 +50,6 @@ def test_what_a_round_needs_does_not_depend_on_the_speed_of_the_disk(
     assert few < 40 * MIB, "no more can be in flight than moves"
 
 
-def test_a_size_needs_as_much_as_any_smaller_one(tmp_path: pathlib.Path) -> None:
-    """glibc keeps the memory of small tensors, so smaller inputs may need more resident memory than larger ones."""
-    memory.release_promptly()
-    model = nn.Linear(8, 8)
-    with dh.fit(model, memory.resident() + 1024 * MIB, dh.OnDisk(tmp_path)) as fitted:
-        found = []
-        for smaller, larger in ((300, 100), (100, 300)):
-            needs = {(8 * rows, True): {8 * rows: needed * MIB} for rows, needed in ((4, smaller), (8, larger))}
-            fitted.load_state_dict({"needs": needs, "least": {}, "again": {}, "layers": {}})
-            for rows in (8, 4):
-                fitted._round = None
-                model(torch.ones(rows, 8))
-                found.append(fitted._needed(fitted._round) / MIB)  # type: ignore[arg-type]
-    assert found == [300, 300, 300, 100]
-
-
 class Net(nn.Module):
     """A class of a user: torch.compile keeps its ``__call__`` as it was."""
 

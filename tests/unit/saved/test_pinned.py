@@ -34,17 +34,6 @@ def test_no_power_of_two_is_wasted() -> None:
     assert all(each.data_ptr() % 4096 == 0 for each in held)
 
 
-def test_a_part_is_used_again_once_no_tensor_uses_it() -> None:
-    pool = PinnedPool(CPU, pin=False)
-    first = tensor(pool, 50 * KiB)
-    address, view = first.data_ptr(), first[10:20]
-    del first
-    other = tensor(pool, 50 * KiB)
-    assert other.data_ptr() != address
-    del view
-    assert tensor(pool, 50 * KiB).data_ptr() == address
-
-
 def test_what_is_idle_is_bounded() -> None:
     pool = PinnedPool(CPU, pin=False)
     for n in range(1, 60):
@@ -98,14 +87,6 @@ def test_random_sizes_in_any_order() -> None:
     del each
     assert pool.in_use == 0
     assert all(segment.parts.free == [(0, segment.room)] for segment in pool._segments)
-
-
-@pytest.mark.second_tier
-def test_it_is_pinned_by_torch(device: torch.device) -> None:
-    pool = PinnedPool(device)
-    each = tensor(pool, 100 * KiB)
-    assert each.is_pinned()
-    assert not pool.refused
 
 
 class Refusing(host._Segment):

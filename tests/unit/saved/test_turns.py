@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores.turns import Placed, Turns
 from tests.support.stores.copies import Copies
 
 
@@ -71,11 +69,3 @@ def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
         assert [one() for one in alive] == [None] * len(alive)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("look", [0, 3])
-def test_what_comes_next(look: int) -> None:
-    turns, placed = Turns(), [Placed(1) for _ in range(6)]
-    for one in placed:
-        turns.put(one)
-    assert turns.read(placed[4], look) == placed[3:0:-1][:look]
