@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import pickle
 import re
 import subprocess
 import sys
@@ -51,8 +50,6 @@ def test_a_star_import_gives_every_name() -> None:
     found: dict[str, object] = {}
     exec("from disthooks import *", found)
     assert set(dh.__all__) <= set(found)
-
-
 
 
 def test_modules_come_when_they_are_asked_for() -> None:

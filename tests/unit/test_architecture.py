@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import pathlib
 import re
 import sys
 
@@ -22,8 +21,6 @@ def test_it_is_what_the_code_is() -> None:
     for path, make in ((architecture.PICTURE, architecture.picture), (architecture.PAGE, architecture.page)):
         before = path.read_text()
         assert make(PACKAGE, before) == before, "run make architecture"
-
-
 
 
 def test_a_link_leads_to_a_file() -> None:
@@ -62,5 +59,3 @@ def test_a_note_that_is_cited_is_there_once_and_is_cited() -> None:
         for name in re.findall(r"(?<!`)\[Note: ([^\]]+)\]", path.read_text())
     }
     assert in_docs <= names.keys()
-
-

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from disthooks import _hashing
 from disthooks._hashing import Checksums
-from disthooks.report.watch.replicas import _sketch, check_replicas
 
 DTYPES = [
     torch.float32,
@@ -58,10 +56,6 @@ def test_places_count_also_across_rows(a: int) -> None:
         assert of(swapped) != before, b
 
 
-
-
-
-
 @pytest.mark.parametrize("size", [0, 1, 5, _hashing._ROW * 2, _hashing._ROW * 2 + 1, _hashing._ROW * 9 + 5])
 @pytest.mark.parametrize("rows", [2, 3, 64])
 def test_rows_at_a_time_change_nothing(size: int, rows: int) -> None:
@@ -77,9 +71,3 @@ def test_contents_count_and_not_how_they_lie() -> None:
     z = torch.randn(5, dtype=torch.complex64)
     assert of(z.conj()) == of(z.conj().resolve_conj()) != of(z)
     assert of(torch.tensor(3.0)) == of(torch.tensor([3.0]))
-
-
-
-
-
-

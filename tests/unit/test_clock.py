@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import random
 import sys
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.sim.checkpointed import checkpointed
-from tests.support.sim.clock import Machine, Memory, Policy, Rates, Result, Saved, Tape, largest_limit, replay
+from tests.support.sim.clock import Policy, Rates, Result, Saved, Tape, largest_limit, replay
 from tests.support.sim.planned import Planned, PlannedTiered
 
 pytestmark = pytest.mark.full_tier
 TAPES = ROOT / "benchmarks" / "tapes"
-
-
 
 
 def decoder(layer_s: float) -> Tape:
@@ -97,14 +93,6 @@ def test_the_plan_of_tiered_is_close_to_what_no_plan_can_beat(layer_s: float, sh
     assert last.sent > 0
 
 
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize(("name", "gigabytes", "rest"), [("resnet152", 45.4, 0.2), ("decoder", 21.1, 3.9)])
 def test_the_committed_tapes_are_whole(name: str, gigabytes: float, rest: float) -> None:
     found = Tape.read(TAPES / f"{name}.json")
@@ -154,5 +142,3 @@ def test_the_plan_is_as_fast_as_wanted_and_nothing_is_idle(benchmark: Any, commi
     assert len(spans) == 1, "the link never pauses"
     assert spans[0][0] < 0.01 * result.forward_s, "from the first group on"
     assert spans[0][1] > 0.99 * result.forward_s, "to the end of forward"
-
-

@@ -167,5 +167,3 @@ def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
 
     assert detect_engine(Shell(2, 2)).label == "Theirs"
     assert type(detect_engine(torch.nn.Linear(2, 2))).__name__ == "Plain"
-
-

@@ -247,23 +247,6 @@ def test_one_entry_may_overlap_itself(tmp_path: pathlib.Path) -> None:
         assert saving.names == ("blocks.0", "blocks.1", "norm")
 
 
-@pytest.mark.parametrize(
-    ("second", "says"),
-    [
-        ("'*.mlp'", r"yaml:5: '\*\.mlp' matches 'blocks\.0\.mlp', which is inside 'blocks\.0', that .*yaml:3: 'blocks"),
-        ("'blocks.?'", r"yaml:5: 'blocks\.\?' and .*yaml:3: 'blocks\.\*' both match 'blocks\.0'"),
-        ("['*']", r"yaml:3: 'blocks\.\*' matches 'blocks\.0', which is inside 'the model', that .*yaml:5: '\*'"),
-    ],
-)
-def test_conflicts_leave_nothing_attached(second: str, says: str, tmp_path: pathlib.Path) -> None:
-    model = Tiny()
-    store = "  store: {kind: OnCpu}\n"
-    plan = _read(tmp_path, f"save:\n- modules:\n  - blocks.*\n{store}- modules: {second}\n{store}")
-    with pytest.raises(ConfigError, match=says):
-        plan.save(model)
-    assert type(model.blocks[0]) is type(Tiny().blocks[0])
-
-
 def test_what_fails_half_way_leaves_nothing(tmp_path: pathlib.Path) -> None:
     model = Tiny()
     model.norm = torch.fx.symbolic_trace(model.norm)

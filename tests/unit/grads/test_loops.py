@@ -159,42 +159,7 @@ def test_rules_of_two_attachments_for_one_gradient_are_refused() -> None:
     dh.gradients(model, optimizer, rules=[dh.Scale(0.5)]).remove()
 
 
-def test_what_is_refused_leaves_nothing_behind() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)]) as watch:
-        with pytest.raises(UsageError):
-            dh.gradients(model, optimizer, rules=[dh.Scale(0.5)])
-        backward(model)
-        true = norm_of(model)
-        optimizer.step()
-        assert norm_of(model) == pytest.approx(true / 2)
-    assert watch.steps == 1
-
-
 # --- GradScalers
-
-
-def test_each_optimizer_has_its_own_scaler() -> None:
-    """Weights are those without disthooks, and no scaler unscales the gradients of another one."""
-
-    def run(is_watched: bool) -> list[torch.Tensor]:
-        models, optimizers, scalers = scaled(8.0, 1024.0)
-        watch = dh.gradients(models, optimizers, stats=[stats.Norm()], every=1) if is_watched else None
-        for step in range(4):
-            for model, scaler in zip(models, scalers, strict=True):
-                backward(model, step, scaler.scale)
-            for scaler, optimizer in zip(scalers, optimizers, strict=True):
-                scaler.unscale_(optimizer)
-            for scaler, optimizer in zip(scalers, optimizers, strict=True):
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        if watch is not None:
-            watch.remove()
-        return [p.detach() for model in models for p in model.parameters()]
-
-    assert all(map(torch.equal, run(True), run(False)))
 
 
 @pytest.mark.parametrize("begins_early", [False, True])
@@ -366,18 +331,6 @@ def test_a_schedule_can_follow_the_steps_that_were_made(fused: bool) -> None:
             if not watch.was_skipped:
                 schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_an_attachment_tells_of_the_skip_of_another_one() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]),
-        dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch,
-    ):
-        backward(model, factor=NAN)
-        optimizer.step()
-        assert watch.was_skipped
 
 
 # --- What a skipped step leaves behind

@@ -88,22 +88,3 @@ def test_adaptive_on_gradients_that_are_not_contiguous() -> None:
     weight, grad = tensors([(6, 4, 3, 3), (6, 4, 3, 3)], 0)
     found, _ = stepped(dh.ClipAdaptive(0.1), [weight], [grad.to(memory_format=torch.channels_last)])
     assert close(found[0], agc(weight, grad, 0.1, 1e-3), 1e-12)
-
-
-# --- ClipNorm(by="parameter")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_norm_by_parameter_is_torchs_of_each(dtype: torch.dtype) -> None:
-    grads = tensors([(4, 3), (), (0, 2), (5000,), (2,)], 3, dtype)
-    grads[4] *= 1e-3
-    found, log = stepped(dh.ClipNorm(0.5, by="parameter"), grads, grads)
-    for mine, grad in zip(found, grads, strict=True):
-        parameter = nn.Parameter(torch.zeros_like(grad, dtype=torch.float64))
-        parameter.grad = grad.double().clone()
-        nn.utils.clip_grad_norm_([parameter], 0.5)
-        assert mine.dtype == dtype
-        tolerance = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 1e-2)
-        assert not mine.numel() or close(mine.double(), parameter.grad, tolerance)
-    assert torch.equal(found[4], grads[4])
-    assert close(log["clip_ratio"], 0.5 / (float(grads[3].double().norm()) + 1e-6), 1e-5)

@@ -26,8 +26,6 @@ from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
-from disthooks.predict.hardware.devices import device_named
-from disthooks.predict.hardware.roofline import format_seconds
 from disthooks.predict.run import Situation, _switch
 from tests.support import oracle, zoo
 
@@ -168,14 +166,6 @@ def test_the_top_is_sorted_and_has_each_kind_once(builder: Builder, said: Explan
 def test_times_of_cuda_are_those_of_an_h100_if_no_gpu_is_named(found: list[Advice], said: Explanation) -> None:
     assert (said.situation.device, said.situation.hardware) == ("cuda", None)
     assert "(times of H100-SXM-80GB, roughly)" in of_kind(found, "offload").text
-
-
-@pytest.mark.parametrize("rows", [1 << 12, 1 << 20], ids=["the host's calls", "the device"])
-def test_advice_and_explain_say_the_same_seconds(rows: int) -> None:
-    builder = Builder(Deep, (torch.empty(1, WIDE).expand(rows, WIDE),))
-    said = explain_built(builder, Situation(hardware=device_named("h100")))
-    again = of_kind(changes(builder, said), "checkpoint")
-    assert f"instead of {format_seconds(sum(said.seconds.values()))}" in again.text
 
 
 def test_the_page_has_the_step_of_each_advice_that_can_be_copied(builder: Builder, said: Explanation) -> None:

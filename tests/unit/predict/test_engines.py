@@ -81,33 +81,6 @@ def test_plain_holds_everything() -> None:
     assert found["step"]["buffers"] == 12
 
 
-@pytest.mark.parametrize("has_views", [False, True])
-def test_ddp_holds_everything_and_its_buckets(has_views: bool) -> None:
-    options = {"gradient_as_bucket_view": has_views, "bucket_cap_mb": 0.02}
-    found = trained(EngineSpec("ddp", WORLD, options=options))
-    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * TOTAL
-    assert found["backward"]["communication"] == (0 if has_views else 4 * TOTAL), "views are in the buckets"
-    assert found["step"]["communication"] == 4 * TOTAL
-    assert found["step"]["optimizer"] == adam(TOTAL, len(SHAPES))
-
-
-@pytest.mark.parametrize("uses_originals", [False, True])
-def test_fsdp1_pads_each_unit(uses_originals: bool) -> None:
-    """Each parameter begins at 16 bytes if there are original parameters; the whole is divided evenly."""
-    found = trained(EngineSpec("fsdp1", WORLD, options={"use_orig_params": uses_originals}))
-    layer = [tuple(weight.shape) for weight in Decoder().layers[0].parameters()]
-    rest = [SHAPES[0], *SHAPES[-2:]]
-    align = 4 if uses_originals else 1
-    shard = sum(math.ceil(_flat(unit, align) / WORLD) for unit in (layer, layer, rest))
-    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * shard
-    assert found["step"]["optimizer"] >= 8 * (shard - 3 * align)
-
-
-def _flat(shapes: list[tuple[int, ...]], align: int) -> int:
-    *others, last = map(math.prod, shapes)
-    return sum(math.ceil(size / align) * align for size in others) + last
-
-
 NAMED_BY_THE_PLAN = 2 * (4 * 37 * 24 + 3 * 37 * 56)
 CUT = [
     (37,),

@@ -13,7 +13,6 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import UsageError
-from disthooks.report import log as log_module
 from disthooks.report.log import Tail, file_of, read
 from disthooks.report.moved import Scores, values_of
 from tests.support.logs import log
@@ -104,20 +103,6 @@ def test_a_log_that_grows_is_followed(tmp_path: pathlib.Path) -> None:
         file.write('{"step": 0, "run": "another", "loss": 1.0}\n')
     found = tail.read()
     assert (found.name, found.names["param"]) == ("another", [])
-
-
-def test_a_log_that_grows_is_read_on_from_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = log(tmp_path / "whole.jsonl", steps=300, layers=4).read_text().splitlines(keepends=True)
-    growing, tail, parsed = tmp_path / "growing.jsonl", Tail(tmp_path / "growing.jsonl"), list[bytes]()
-    record_of = log_module.record_of
-    monkeypatch.setattr(log_module, "record_of", lambda line: (parsed.append(line), record_of(line))[1])
-    growing.write_text("".join(whole[:200]))
-    first = tail.read()
-    assert (len(parsed), tail.read()) == (200, first), "what has not grown is not read"
-    with growing.open("a") as file:
-        file.writelines(whole[200:])
-    grown = tail.read()
-    assert (len(parsed), grown.steps) == (300, list(range(300)))
 
 
 def test_a_number_is_compared_with_those_of_the_64_steps_before_it() -> None:

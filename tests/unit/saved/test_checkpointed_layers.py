@@ -40,12 +40,6 @@ def frozen() -> nn.Module:
     return layer
 
 
-def compiled() -> nn.Module:
-    layer = plain()
-    layer.compile(backend="eager")
-    return layer
-
-
 class Counting(nn.Module):
     """Puts a new tensor into a buffer in each forward."""
 
@@ -86,7 +80,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "a spectral norm": (lambda: spectral_norm(nn.Linear(WIDE, WIDE)), False),
     "a new buffer": (Counting, False),
     "a collective": (lambda: Joined(WIDE, WIDE), False),
-    "compiled": (compiled, False),
 }
 
 
@@ -120,6 +113,14 @@ def test_a_backend_that_does_not_count_switches_nothing() -> None:
     finally:
         dist.destroy_process_group()
     assert len(layers) == 0
+
+
+def test_a_compiled_layer_keeps_its_checkpoint() -> None:
+    model = nn.Sequential(CheckpointWrapper(plain()), CheckpointWrapper(plain()))
+    model[0].compile(backend="eager")
+    layers = CheckpointedLayers(model, [""])
+    run(model)
+    assert len(layers) == 1
 
 
 def trained(make: Callable[[], nn.Module], folder: pathlib.Path | None) -> tuple[nn.Module, int]:

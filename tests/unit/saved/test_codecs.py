@@ -78,22 +78,6 @@ def test_lossless_is_bit_exact(name: str, shape: tuple, dtype: torch.dtype, zero
     assert sum(part.nbytes for part in parts) < x.nbytes or (len(parts) == 1 and parts[0] is x)
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless_on_what_lies_otherwise_in_memory(name: str) -> None:
-    codec = made(LOSSLESS, name)
-    x = torch.relu(torch.randn(40, 50))
-    for odd in (
-        x.t(),
-        x[::2, 1::3],
-        x[3],
-        x.expand(2, 40, 50),
-        (x > 0).t(),
-        torch.complex(x, x).conj(),
-        x.sign().neg(),
-    ):
-        assert torch.equal(round_trip(codec, odd), odd)
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_compact_packs_zeros_and_keeps_signs(dtype: torch.dtype) -> None:
     x = torch.zeros(1001, dtype=dtype)
@@ -124,28 +108,6 @@ def test_compact_gets_smaller_or_leaves_it() -> None:
     barely = torch.ones(10_000)
     barely[:2700] = 0  # 73% and a bitmap of 3%
     assert dh.Compact().encode(barely)[0][0] is barely
-
-
-@pytest.mark.parametrize("name", LOSSY)
-@settings(deadline=None, max_examples=60)
-@given(
-    shape=st.sampled_from(SHAPES) | st.tuples(st.integers(0, 20), st.integers(0, 40)),
-    dtype=st.sampled_from(FLOATS),
-    power=st.integers(-4, 4),
-    seed=st.integers(0, 1000),
-)
-def test_lossy_is_close_in_every_dtype_and_shape(
-    name: str, shape: tuple, dtype: torch.dtype, power: int, seed: int
-) -> None:
-    codec = made(LOSSY, name)
-    assert codec.lossy
-    x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10.0**power).to(dtype)
-    back = round_trip(codec, x)
-    assert torch.isfinite(back).all()
-    coarse = {4: 1 / 7, 8: 1 / 127}.get(getattr(codec, "bits", 0), 0.13)
-    if x.numel():
-        most = x.double().abs().max()
-        assert (back.double() - x.double()).abs().max() <= (coarse + torch.finfo(dtype).eps) * most + 1e-7
 
 
 @pytest.mark.parametrize("stochastic", [True, False])

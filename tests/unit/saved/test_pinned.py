@@ -121,16 +121,6 @@ def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert third.nbytes == 60 << 20
 
 
-def test_less_is_locked_if_not_so_much_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_Segment", Refusing)
-    monkeypatch.setattr(Refusing, "most", 1 << 20)
-    pool = PinnedPool(CPU)
-    each = tensor(pool, 40 * KiB)
-    assert not pool.refused
-    assert pool.held == (64 - 4) * KiB
-    del each
-
-
 def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("8000000\n")
     (tmp_path / "memory.current").write_text("6500000\n")
