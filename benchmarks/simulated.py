@@ -26,7 +26,7 @@ import disthooks as dh
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Policy, Rates, Result, Saved, Tape, largest_limit, replay
 from tests.support.sim.planned import MIB, Planned, PlannedTiered
-from tests.support.sim.policies import EverythingOut, NearTheLimit, SaveOnCpu, StashOfFive
+from tests.support.sim.policies import EverythingOut, SaveOnCpu, StashOfFive
 
 HERE = pathlib.Path(__file__).parent
 GB = 1e9
@@ -212,7 +212,6 @@ def rows(tape: Tape, rates: Rates) -> Iterator[tuple[str, dict[str, Any]]]:
         disk = full(coded, Planned([IN_FLIGHT, STAGING, None], STAGING // 8))
         yield f"{front}all to a disk in groups, {STAGING >> 20} MiB of host", disk
         for peak_name, peak in peaks.items():
-            yield f"{front}Tiered before at {peak_name}", limited(coded, NearTheLimit, peak, rates, plain)
             yield f"{front}Tiered at {peak_name}", limited(coded, PlannedTiered, peak, rates, plain)
             groups = limited(coded, lambda limit: Planned([limit, None]), peak, rates, plain)
             yield f"{front}plan in groups at {peak_name}", groups
@@ -246,7 +245,7 @@ def lengths(tape: Tape, rates: Rates, limit: int) -> Iterator[tuple[str, dict[st
     }
     for name, each in series.items():
         plain = [replay(tape.scaled(n / tokens), Policy(), rates).step_s for n in each]
-        for policy in (PlannedTiered(limit), Planned([limit, None]), NearTheLimit(limit)):
+        for policy in (PlannedTiered(limit), Planned([limit, None])):
             results = [replay(coded.scaled(n / tokens), policy, rates) for n in each]
             yield (
                 f"{name}, {policy.name}",
@@ -263,7 +262,7 @@ def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
     table = []
     for (workload, codec, peak), audit in AUDIT.items():
         front = f"{codec}, " if codec else ""
-        kinds = ("Tiered before", "Tiered", "plan in groups")
+        kinds = ("Tiered", "plan in groups")
         here = [found[workload]["rows"][f"{front}{kind} at {peak}"].get("ratio") for kind in kinds]
         table.append({"row": f"{workload}, {front}{peak}", "audit": list(audit), "here": here})
     return table
@@ -318,11 +317,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         for way, one in part.get("lengths", {}).items():
             figures = f"peak {one['peak_bytes'] / GB:.2f} GB, {one['sent_bytes'] / GB:.2f} GB sent a step"
             yield f"{way:56}{one['ratio']:12.3f}   {figures}"
-    columns = ("audit before", "here before", "audit's plan", "Tiered here", "in groups")
+    columns = ("audit before", "audit's plan", "Tiered here", "in groups")
     yield f"\n{'the audit, and here':56}" + "".join(f"{each:>16}" for each in columns)
     for each in found["audit"]:
-        (old, plan), (before, today, groups) = each["audit"], each["here"]
-        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (old, before, plan, today, groups))
+        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (*each["audit"], *each["here"]))
         yield f"{each['row']:56}" + "".join(f"{ratio:>16}" for ratio in ratios)
     yield ""
     yield from (f"{each['row']:56} wanted {each['wanted']:.2f}, here {each['here']}" for each in found["wanted"])

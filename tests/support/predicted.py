@@ -68,7 +68,7 @@ def beside(
     model, inputs = build()
     oracle.dry_run(model, inputs)
     stepped = None if optimizer is None else functools.partial(_stepped, optimizer)
-    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, tracker=False, peaks=peaks))
+    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, peaks=peaks))
 
 
 def _stepped(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
