@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from disthooks import explain
 from disthooks.errors import UsageError
+from disthooks.predict.cuda import autocast, substitutes
+from disthooks.predict.cuda.overrides import has_kernel
 from disthooks.predict.fake.lazy import has_lazy
 from tests.support.predicted import beside
 
@@ -24,11 +26,15 @@ def state() -> list[object]:
         torch.get_rng_state().tolist(),
         random.getstate(),
         torch.get_default_dtype(),
-        dict(os.environ),
+        {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"},  # an import sets it
         nn.Module._apply,
         FakeTensor.__deepcopy__,
         torch.UntypedStorage.resize_,
         torch.ctc_loss,
+        (torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__),
+        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        [has_kernel(name, "AutocastCPU") for name in autocast.differing()],
+        [has_kernel(name, "AutogradCPU") for name in substitutes._KERNELS],
         nn.init._no_grad_trunc_normal_,
         list(module._global_forward_pre_hooks),
         list(module._global_forward_hooks),
@@ -73,8 +79,9 @@ class Careless(nn.Module):
 def test_nothing_of_the_process_is_changed(error: BaseException | None) -> None:
     before = state()
     told = UsageError if isinstance(error, ValueError) else KeyboardInterrupt
-    with contextlib.nullcontext() if error is None else pytest.raises(told):
-        explain(lambda: (Careless(error), torch.ones(2, 4)), device="cpu")
+    for device in ("cpu", "a100"):
+        with contextlib.nullcontext() if error is None else pytest.raises(told):
+            explain(lambda: (Careless(error), torch.ones(2, 4)), device=device, autocast="bf16")
     assert state() == before
 
 
