@@ -44,19 +44,6 @@ def norm_of(model: nn.Module) -> float:
 # --- The watched optimizer does not step
 
 
-def test_another_optimizer_over_the_same_parameters_is_said_once() -> None:
-    model = net()
-    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())
-    with dh.gradients(model, first, rules=[dh.ClipNorm(0.1)]) as watch:
-        backward(model)
-        first.step()
-        with pytest.warns(UserWarning, match="AdamW has stepped 4 parameters .* for another optimizer, SGD: "):
-            second.step()
-        with no_warning():
-            second.step()
-    assert watch.steps == 1
-
-
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimization as most repositories have it: around a base optimizer."""
 
@@ -255,23 +242,6 @@ def test_begin_step_without_a_scaler_that_it_cannot_know_is_an_error() -> None:
         assert norm_of(model) == scaled
         watch.begin_step(torch.amp.GradScaler(enabled=False))  # these gradients go through none, says the loop
         assert norm_of(model) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_a_loss_of_a_step_that_a_scaler_keeps_back_is_forgotten() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    records: list[Any] = []
-    rules = [dh.SkipSpike(least=2, window=4, norm=False)]
-    with dh.gradients(model, optimizer, rules=rules, sinks=[records.append], every=1) as watch:
-        for step in range(6):
-            backward(model, 0, scaler.scale, math.inf if step == 4 else 1.0)
-            watch.note_loss(1000.0 if step == 4 else 1.0 + 0.01 * (step % 2))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert [record["loss"] for record in records] == pytest.approx([1.0, 1.01, 1.0, 1.01, 1.01])
-    assert not any(record["spike"] for record in records)
 
 
 # --- Optimizers that step together

@@ -449,7 +449,6 @@ def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> 
 
     run()  # a Tiered moves otherwise once it knows the order of reads
     before = run()
-    counts = {place: repr(count) for place, (_, count) in _hashing._counts.items()}
     rng = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -461,7 +460,6 @@ def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> 
             _ = 1 / 0
     assert all(site_of(module) is None for module in built.modules())
     assert FakeTensor not in bitless.kinds
-    assert {place: repr(count) for place, (_, count) in _hashing._counts.items()} == counts
     assert torch.equal(torch.get_rng_state(), rng)
     after = run()
     assert all(torch.equal(one, two) for one, two in zip(before[0], after[0], strict=True))

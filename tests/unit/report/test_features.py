@@ -135,19 +135,24 @@ def test_a_compiled_module_is_refused() -> None:
     assert seen[""].shape == (5, 2)
 
 
-def traced(model: nn.Module) -> Any:
-    return dh.trace(model, print=None)
-
-
-@pytest.mark.parametrize("watch", [lambda model: dh.features(model, "0"), traced], ids=["features", "trace"])
-def test_a_copy_of_the_model_is_not_watched_and_nothing_is_kept_alive(watch: Any) -> None:
+@pytest.mark.parametrize(
+    ("watch", "found"),
+    [
+        (lambda model: dh.features(model, "0"), lambda seen: len(seen)),
+        (lambda model: dh.trace(model, print=None), lambda seen: len(seen.events)),
+        (dh.blame, lambda seen: seen.report().calls),
+    ],
+    ids=["features", "trace", "blame"],
+)
+def test_a_copy_of_the_model_is_not_watched_and_nothing_is_kept_alive(watch: Any, found: Any) -> None:
     model = net()
     seen = watch(model)
     for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         twin(torch.randn(5, 3)).sum().backward()
-    assert not (seen.events if watch is traced else seen)
+    assert found(seen) == 0
     y = model(torch.randn(5, 3)).sum()
     seen.remove()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     gone = weakref.ref(seen)
     del seen
     y.backward()

@@ -43,19 +43,6 @@ def test_what_is_never_read_goes_first() -> None:
             tiers.drop(ticket)
 
 
-def test_nothing_is_held() -> None:
-    """Neither by the order that is learned nor by a tier's queue."""
-    tiers = dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu())
-    tensor = torch.zeros(1000)
-    alive = weakref.ref(tensor.untyped_storage())
-    kept = tiers.put(torch.zeros(1))  # its stream goes on
-    ticket = tiers.put(tensor)
-    del tensor
-    tiers.drop(ticket)
-    assert alive() is None
-    tiers.drop(kept)
-
-
 def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
     """Else their stores, and the files of these, would stay until one."""
     gc.collect()
