@@ -98,30 +98,9 @@ def test_two_lengths_in_turn_are_both_expected() -> None:
     assert all(step(ours, long))
 
 
-def test_lengths_in_an_order_of_their_own_are_found_by_their_first_entries() -> None:
-    ours = tapes()
-    lengths = {n: [n, 2 * n, 2 * n] for n in (3, 4, 5)}
-    for n in (3, 4, 5):
-        step(ours, lengths[n])
-    for n in (5, 5, 3, 4, 4, 3, 5):
-        assert all(step(ours, lengths[n]))
-
-
 def test_two_lengths_tell_which_entries_grow() -> None:
     ours = tapes()
     assert not any(step(ours, [10, 7, 100]))
     assert step(ours, [20, 7, 200]) == [True, False, True], "of one length it is not known that 7 does not grow"
     for n in (35, 12, 90):
         assert all(step(ours, [n, 7, 10 * n]))
-
-
-def test_a_changed_model_is_guessed_from_the_entry_where_it_differs_if_it_is_not_too_far() -> None:
-    ours = tapes()
-    for _ in range(2):
-        step(ours, [10, 20, 30, 40])
-    assert [ours.put(size) for size in (10, 20, 33, 44)] == [False, False, True, False]
-    assert ours.plan.group(3).nbytes == 44
-    ours.end()
-    assert all(step(ours, [10, 20, 33, 44]))
-    assert [ours.put(size) for size in (10, 20, 900, 44)] == [False, False, True, False]
-    assert ours.plan is None, "an entry of another size altogether is of another model"
