@@ -25,7 +25,7 @@ import torch
 import disthooks as dh
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Policy, Rates, Result, Saved, Tape, largest_limit, replay
-from tests.support.sim.planned import MIB, Planned, PlannedTiered
+from tests.support.sim.planned import MIB, PlannedTiered
 from tests.support.sim.policies import EverythingOut, SaveOnCpu, StashOfFive
 
 HERE = pathlib.Path(__file__).parent
@@ -49,10 +49,8 @@ PEAKS = {
     "ResNet-152 fp32": {f"{n} GB": n * GB for n in (5, 10, 20, 30)},
     "decoder bf16": {"-30%": 0.7, "-50%": 0.5},
 }
-#: With a disk as third place: the peak, and bytes of host memory.
-WITH_DISK = {"ResNet-152 fp32": ("20 GB", 8 * GB), "decoder bf16": ("-50%", 4 * GB)}
-#: The default limits of ``OnCpu`` and ``OnDisk`` for bytes in flight.
-IN_FLIGHT, STAGING = 512 * MIB, 64 * MIB
+#: The default limit of ``OnCpu`` for bytes in flight.
+IN_FLIGHT = 512 * MIB
 #: Passes over a tensor that is computed again: two operands are read and the result is written.
 PASSES = 3
 #: The share of the speed of device memory that the codecs' kernels are wanted to reach (``targets.py``).
@@ -172,7 +170,6 @@ def row(results: Sequence[Result], plain: Result) -> dict[str, Any]:
         "host_peak_bytes": max(each.host_peak for each in results),
         "held_bytes": result.held,
         "sent_bytes": result.sent,
-        "written_bytes": result.written,
         "link_out_busy": round(result.link_out, 3),
         "link_back_busy": round(result.link_back, 3),
     }
@@ -209,26 +206,9 @@ def rows(tape: Tape, rates: Rates) -> Iterator[tuple[str, dict[str, Any]]]:
         if name:
             yield f"{front}OnDevice", full(coded, Policy())
         yield f"{front}OnCpu", full(coded, EverythingOut(IN_FLIGHT))
-        disk = full(coded, Planned([IN_FLIGHT, STAGING, None], STAGING // 8))
-        yield f"{front}all to a disk in groups, {STAGING >> 20} MiB of host", disk
         for peak_name, peak in peaks.items():
             yield f"{front}Tiered at {peak_name}", limited(coded, PlannedTiered, peak, rates, plain)
-            groups = limited(coded, lambda limit: Planned([limit, None]), peak, rates, plain)
-            yield f"{front}plan in groups at {peak_name}", groups
     yield "OnCpu around checkpoints", full(inputs, EverythingOut(IN_FLIGHT))
-    yield from _with_disk(tape, rates, plain, peaks)
-
-
-def _with_disk(tape: Tape, rates: Rates, plain: Result, peaks: Mapping[str, float]) -> Iterator[tuple[str, Any]]:
-    """Device, host and disk."""
-    peak_name, host = WITH_DISK[tape.name]
-    coded = tape.coded(codecs(tape, rates)["Recompute"])
-
-    def make(limit: int) -> Policy:
-        return Planned([limit, int(host), None])
-
-    name = f"Recompute, plan in groups at {peak_name}, {host / GB:.0f} GB of host, disk"
-    yield name, limited(coded, make, peaks[peak_name], rates, plain)
 
 
 def lengths(tape: Tape, rates: Rates, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -245,16 +225,16 @@ def lengths(tape: Tape, rates: Rates, limit: int) -> Iterator[tuple[str, dict[st
     }
     for name, each in series.items():
         plain = [replay(tape.scaled(n / tokens), Policy(), rates).step_s for n in each]
-        for policy in (PlannedTiered(limit), Planned([limit, None])):
-            results = [replay(coded.scaled(n / tokens), policy, rates) for n in each]
-            yield (
-                f"{name}, {policy.name}",
-                {
-                    "ratio": round(sum(result.step_s for result in results[4:]) / sum(plain[4:]), 3),
-                    "peak_bytes": max(result.peak for result in results),
-                    "sent_bytes": sum(result.sent for result in results[4:]) // len(results[4:]),
-                },
-            )
+        policy = PlannedTiered(limit)
+        results = [replay(coded.scaled(n / tokens), policy, rates) for n in each]
+        yield (
+            f"{name}, {policy.name}",
+            {
+                "ratio": round(sum(result.step_s for result in results[4:]) / sum(plain[4:]), 3),
+                "peak_bytes": max(result.peak for result in results),
+                "sent_bytes": sum(result.sent for result in results[4:]) // len(results[4:]),
+            },
+        )
 
 
 def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -262,8 +242,7 @@ def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
     table = []
     for (workload, codec, peak), audit in AUDIT.items():
         front = f"{codec}, " if codec else ""
-        kinds = ("Tiered", "plan in groups")
-        here = [found[workload]["rows"][f"{front}{kind} at {peak}"].get("ratio") for kind in kinds]
+        here = found[workload]["rows"][f"{front}Tiered at {peak}"].get("ratio")
         table.append({"row": f"{workload}, {front}{peak}", "audit": list(audit), "here": here})
     return table
 
@@ -317,10 +296,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         for way, one in part.get("lengths", {}).items():
             figures = f"peak {one['peak_bytes'] / GB:.2f} GB, {one['sent_bytes'] / GB:.2f} GB sent a step"
             yield f"{way:56}{one['ratio']:12.3f}   {figures}"
-    columns = ("audit before", "audit's plan", "Tiered here", "in groups")
+    columns = ("audit before", "audit's plan", "Tiered here")
     yield f"\n{'the audit, and here':56}" + "".join(f"{each:>16}" for each in columns)
     for each in found["audit"]:
-        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (*each["audit"], *each["here"]))
+        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (*each["audit"], each["here"]))
         yield f"{each['row']:56}" + "".join(f"{ratio:>16}" for ratio in ratios)
     yield ""
     yield from (f"{each['row']:56} wanted {each['wanted']:.2f}, here {each['here']}" for each in found["wanted"])
