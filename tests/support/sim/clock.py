@@ -237,18 +237,6 @@ class Tape:
             steps.append((kind, value * scale[phase] if kind == "run" else value))
         return dataclasses.replace(self, steps=tuple(steps))
 
-    def scaled(self, share: float) -> Tape:
-        """The tape of a batch with ``share`` of the tokens. Weights stay, all else and all times are proportional."""
-        weights = min(value for kind, value in self.steps if kind == "rest")
-        scale = {"run": lambda value: value * share, "rest": lambda value: weights + share * (value - weights)}
-        steps = tuple((kind, scale[kind](value) if kind in scale else value) for kind, value in self.steps)
-
-        def change(each: Saved) -> Saved:
-            sizes = {"nbytes": int(share * each.nbytes), "stored": int(share * each.stored)}
-            return dataclasses.replace(each, **sizes, encode_s=share * each.encode_s, restore_s=share * each.restore_s)
-
-        return dataclasses.replace(self.coded(change), steps=steps)
-
     def coded(self, change: Callable[[Saved], Saved]) -> Tape:
         """The tape with ``change`` of each saved storage: what a codec makes of it."""
         return dataclasses.replace(self, saved=tuple(map(change, self.saved)))

@@ -1,8 +1,4 @@
-"""Ways without a plan on the modelled clock (``clock.py``): ``OnCpu``, and those of others.
-
-They are models: what each sends, when, and what it waits for. Bytes are those that a store gets, and a limit is in
-bytes. ``planned.py`` has the way of the plan.
-"""
+"""``OnCpu`` on the modelled clock: what it sends, when, and what it waits for. ``planned.py`` has the way of the plan."""
 
 from __future__ import annotations
 
@@ -71,43 +67,3 @@ class EverythingOut(Policy):
 def _sent(block: Block) -> Event:
     assert block.sent is not None
     return block.sent
-
-
-class SaveOnCpu(Policy):
-    """``torch.autograd.graph.save_on_cpu(pin_memory=True)``: copies stand in the stream of the computation.
-
-    A storage is copied once here. torch copies it once for each save, and parameters too, so this is a lower bound.
-    """
-
-    name = "torch save_on_cpu"
-    is_store = True
-
-    def put(self, block: Block) -> None:
-        if block.nbytes:
-            self.machine.wait_event(self.machine.compute, self.send([block]))
-
-    def get(self, block: Block) -> None:
-        if block.sent is not None and block.brought is None:
-            self.bring([block])
-
-
-class StashOfFive(Policy):
-    """TRL's ``OffloadActivations``: five copies at most are on their way, and nothing is read ahead."""
-
-    name = "trl OffloadActivations"
-    is_store = True
-    most = 5
-
-    def begin(self, machine: Machine) -> None:
-        super().begin(machine)
-        self._stash: collections.deque[Event] = collections.deque()
-
-    def put(self, block: Block) -> None:
-        if len(self._stash) == self.most:
-            self.machine.wait_event(self.machine.compute, self._stash.popleft())
-        if block.nbytes:
-            self._stash.append(self.send([block]))
-
-    def get(self, block: Block) -> None:
-        if block.sent is not None and block.brought is None:
-            self.bring([block])
