@@ -1,4 +1,4 @@
-"""``OnCpu`` on the modelled clock: what it sends, when, and what it waits for. ``planned.py`` has the way of the plan."""
+"""``OnCpu`` on the modelled clock: what it sends, when, what it waits for. ``planned.py`` has the way of the plan."""
 
 from __future__ import annotations
 
