@@ -8,7 +8,6 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import disthooks as dh
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.report.watch.blame import Blamed
+from tests.support.functions import Made
 from tests.support.replicas import data_parallel, replicate
 from tests.support.threads import together
 
@@ -54,17 +54,6 @@ class Net(nn.Module):
 def only(found: Any) -> Blamed:
     (one,) = found.report().found
     return one
-
-
-class Made(nn.Module):
-    """Its forward is a function of the inputs, and of its parts."""
-
-    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(parts)
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*self.parts, *inputs)
 
 
 def blamed(model: nn.Module, *batches: torch.Tensor) -> Blamed:

@@ -15,24 +15,13 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, MutationError, UsageError
+from tests.support.functions import Made
 from tests.support.threads import together
 
 
 class Pair(NamedTuple):
     left: torch.Tensor
     right: torch.Tensor
-
-
-class Odd(nn.Module):
-    """Returns ``made(x)``, whatever that is."""
-
-    def __init__(self, made: Any) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-        self.made = made
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.made(self.fc(x))
 
 
 def net(inplace: bool = False) -> nn.Sequential:
@@ -80,7 +69,7 @@ def test_inplace_change_is_caught_on_reading() -> None:
     ],
 )
 def test_structures_come_back_as_they_are_and_detached(made: Any) -> None:
-    model = Odd(made)
+    model = Made(lambda fc, x: made(fc(x)), nn.Linear(3, 3))
     with dh.features(model, "") as seen:
         output = model(torch.randn(2, 3))
     assert type(seen[""]) is type(output)
