@@ -16,6 +16,7 @@ import yaml
 import disthooks as dh
 from disthooks._kinds import KINDS
 from disthooks.config import dump, find
+from disthooks.config import schema as schema_command
 from disthooks.config.schema import FILE, text
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.saved.pipeline import pipeline
@@ -422,6 +423,21 @@ def test_objects_are_checked_too() -> None:
 
 def test_the_schema_is_current() -> None:
     assert FILE.read_text() == text(), "run: python -m disthooks.config.schema --write"
+
+
+def test_the_schema_is_written_only_when_it_is_asked_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hooks.schema.json"
+    monkeypatch.setattr(schema_command, "FILE", file)
+    with pytest.raises(SystemExit):
+        schema_command.main(["--help"])
+    assert "--write" in capsys.readouterr().out
+    schema_command.main([])
+    assert capsys.readouterr().out == text()
+    assert not file.exists()
+    schema_command.main(["--write"])
+    assert file.read_text() == text()
 
 
 def test_the_page_about_it_is_right() -> None:
