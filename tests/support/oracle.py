@@ -368,25 +368,18 @@ def _no_handle() -> RemovableHandle:
     return RemovableHandle(collections.OrderedDict())
 
 
-def allocated_peak(
-    model: nn.Module, inputs: Any, autocast: MakeContext | None = None, optimizer: MakeOptimizer | None = None
-) -> dict[str, int]:
-    """The most bytes that torch's CPU allocator gave out in each of ``PHASES``, and what lived before the step.
+def allocated_peak(model: nn.Module, inputs: Any) -> dict[str, int]:
+    """The most bytes that torch's CPU allocator gave out in forward and in backward, and what lived before the step.
 
     No mode is on, and the memory that an operator takes for itself counts. The figures come from the profiler.
     """
-    made = optimizer([each for each in model.parameters() if each.requires_grad]) if optimizer else None
     before = sum(each.nbytes() for each in _storages([*_tensors_of(model), inputs]).values())
-    marks = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loss = forward(model, inputs, autocast)
-        marks.append(_mark())
+        loss = forward(model, inputs)
+        _mark()
         loss.backward()
         del loss
-        marks.append(_mark())
-        if made is not None:
-            made.step()
-            marks.append(_mark())
+        _mark()
     return _peaks_of(profile, before)
 
 
@@ -414,7 +407,6 @@ def _peaks_of(profile: Any, before: int) -> dict[str, int]:
 def largest_batch(
     build: Callable[[int], tuple[nn.Module, Any]],
     limit_bytes: int,
-    autocast: MakeContext | None = None,
     optimizer: MakeOptimizer | None = None,
     most: int = 1 << 12,
 ) -> int:
@@ -426,7 +418,7 @@ def largest_batch(
 
     def fits(batch: int) -> bool:
         model, inputs = build(batch)
-        return measure(model, inputs, autocast, optimizer).peak_bytes <= limit_bytes
+        return measure(model, inputs, optimizer=optimizer).peak_bytes <= limit_bytes
 
     low, high = 0, 1
     while high <= most and fits(high):
