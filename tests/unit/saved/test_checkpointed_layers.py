@@ -83,6 +83,19 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
+def test_a_backend_that_does_not_count_switches_nothing() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = nn.Sequential(CheckpointWrapper(plain()))
+        layers = CheckpointedLayers(model, [""])
+        run(model)
+    finally:
+        dist.destroy_process_group()
+    assert len(layers) == 0
+
+
 def test_a_compiled_layer_keeps_its_checkpoint() -> None:
     model = nn.Sequential(CheckpointWrapper(plain()), CheckpointWrapper(plain()))
     model[0].compile(backend="eager")

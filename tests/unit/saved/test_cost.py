@@ -122,6 +122,29 @@ def test_no_more_is_dropped_than_is_cheaper_than_moving_it(rates: Rates, part: f
     assert step.again.nbytes == pytest.approx(part * GB)
 
 
+def test_a_round_that_goes_on_may_drop_what_is_left_of_its_share() -> None:
+    """Two forwards wait for one backward. What the first one has dropped counts, and a share of both is not all."""
+    again = ComputedAgain()
+    again.choose(8, 0)
+    again.droppable.take("relu", 40)
+    again.learn(8, saved=50, needed=30)
+    again.choose(8, 80)
+    assert again.droppable.left == {"relu": 11.5}
+    again.droppable.take("relu", 5)
+    again.choose(8, 80, is_going_on=True)
+    assert again.droppable.left == {"relu": 6.5}
+    again.droppable.take("relu", 7)
+    again.choose(8, 80, is_going_on=True)
+    assert again.droppable.left == {}
+    again.choose(8, 0)
+    again.droppable.take("relu", 40)
+    again.choose(8, 80, is_going_on=True)
+    assert again.droppable.left == {}
+    again.learn(8, saved=50, needed=30)
+    again.choose(8, 80)
+    assert again.droppable.left == {"relu": 11.5}, "as many bytes can be dropped as before"
+
+
 def test_a_mixture_that_saves_less_than_two_percent_of_a_step_changes_nothing() -> None:
     step, found = Step(FAST, FAST, drop=0.02), []
     step.again.layers = CheckpointedLayers(None, ())

@@ -98,6 +98,14 @@ def test_two_lengths_in_turn_are_both_expected() -> None:
     assert all(step(ours, long))
 
 
+def test_random_lengths_are_guessed_and_leave_no_more_than_the_newest() -> None:
+    ours = tapes(most=4)
+    for n in range(1, 101):
+        assert all(step(ours, [n, 2 * n])) == (n > 1), "all entries grow with the length"
+    assert len(ours._known) == 4
+    assert len(ours._after) <= 5
+
+
 def test_two_lengths_tell_which_entries_grow() -> None:
     ours = tapes()
     assert not any(step(ours, [10, 7, 100]))
