@@ -113,6 +113,12 @@ def test_on_gradient_refuses_scaled_gradients() -> None:
         scaler.step(optimizer)
 
 
+def test_only_within_only_that_share_no_parameter() -> None:
+    model, optimizer = _linear(bias=True)
+    with pytest.raises(DisthooksError):
+        dh.gradients(model, optimizer, rules=[dh.only("weight", dh.only("bias", dh.ClipNorm(1e-3)))])
+
+
 @pytest.mark.parametrize("at", ["final", "local"])
 def test_a_parameter_that_was_unfrozen_later(at: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -144,6 +150,10 @@ def test_an_in_place_local_function_is_refused() -> None:
     hook = dh.on_gradient(model, "a", lambda grad: grad.zero_(), at="local")
     with hook, pytest.raises(UsageError, match=r"'a' changed it in place, and autograd may use the same tensor"):
         model(torch.ones(3)).sum().backward()
+
+
+def test_console_prints_the_list_of_any_statistic() -> None:
+    dh.sinks.Console(print=lambda line: None)({"step": 0, "quantiles": [0.1, 0.9]})
 
 
 # --- names, groups, and models inside of others
@@ -200,6 +210,14 @@ def test_a_rule_for_some_beside_a_statistic_of_all() -> None:
     assert close(watch.latest["grad_norm/head.*,embed.weight"], norm)
     after = torch.nn.utils.get_total_norm([model.embed.weight.grad, model.head.weight.grad])
     assert close(float(after), 0.1, 1e-5)
+
+
+def test_data_parallel_is_the_module_inside() -> None:
+    model = make("dp")
+    with dh.on_gradient(model, "head.weight", torch.zeros_like, at="local") as hook:
+        loss_of(model, 0, "dp").backward()
+    assert hook.report() == {"head.weight": 1}
+    assert not model.module.head.weight.grad.any()
 
 
 def test_a_compiled_model() -> None:

@@ -303,6 +303,18 @@ def test_a_schedule_can_follow_the_steps_that_were_made(fused: bool) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
+def test_an_attachment_tells_of_the_skip_of_another_one() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]),
+        dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch,
+    ):
+        backward(model, factor=NAN)
+        optimizer.step()
+        assert watch.was_skipped
+
+
 # --- What a skipped step leaves behind
 
 
