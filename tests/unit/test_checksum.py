@@ -56,6 +56,18 @@ def test_places_count_also_across_rows(a: int) -> None:
         assert of(swapped) != before, b
 
 
+def test_two_signs_do_not_cancel() -> None:
+    tensor = torch.ones(1000)
+    seen = set()
+    for i in range(0, 1000, 50):
+        for j in range(i + 1, 1000, 50):
+            changed = tensor.clone()
+            changed[[i, j]] *= -1
+            seen.add(of(changed))
+    assert len(seen) == 210
+    assert of(tensor) not in seen
+
+
 def test_contents_count_and_not_how_they_lie() -> None:
     tensor = torch.randn(7, 9)
     assert of(tensor) == of(tensor.t().contiguous().t()) != of(tensor.t())

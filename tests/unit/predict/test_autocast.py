@@ -81,6 +81,23 @@ def test_the_tables_name_every_operator_that_torch_casts_on_cuda() -> None:
     assert len(float32 & {name.partition(".")[0] for name in others}) > 25
 
 
+def test_one_copy_of_a_weight_in_a_region(fake: FakeTensorMode) -> None:
+    """A weight that torch's kernel casts first (linear) or ours (einsum, bmm of views) has one copy of 2 bytes each."""
+    weight = torch.zeros(16, 16, requires_grad=True)
+    tensor = torch.zeros(4, 16)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cuda", BF16):
+            first = torch.einsum("ij,jk->ik", F.linear(tensor, weight), weight)
+            return torch.einsum("ij,jk->ik", first, weight) + F.linear(first, weight)
+
+    with cuda_autocast():
+        once = saved_bytes(forward, [weight])
+    # The copy; the cast input; the outputs of the first linear and of the first einsum, which others read.
+    assert once == 2 * 16 * 16 + 2 * 4 * 16 + 2 * 4 * 16 + 2 * 4 * 16
+    assert weight.grad.dtype == FP32
+
+
 def test_a_model_saves_what_it_saves_under_cudas_autocast(fake: FakeTensorMode) -> None:
     """Norm, linear, attention, softmax: float32 where CUDA's autocast says so, bfloat16 elsewhere."""
     tokens, width = 32, 64

@@ -19,7 +19,7 @@ import disthooks as dh
 from disthooks import _hashing
 from disthooks._tensors import bitless
 from disthooks.config.plan import Plan
-from disthooks.errors import ConfigError, MatchError, StoreError
+from disthooks.errors import ConfigError, MatchError, MutationError, StoreError
 from disthooks.predict.plans import planned as planned_module
 from disthooks.predict.plans.planned import planned
 from disthooks.saved.attach import SavingHandle
@@ -428,6 +428,16 @@ def test_any_backward_is_predicted(tmp_path: pathlib.Path) -> None:
     assert figures(found.report()) == figures(saving.report())
     assert fake_x.grad.shape == x.grad.shape
     assert fake_x.grad.device == x.grad.device
+
+
+def test_a_change_in_place_is_caught(tmp_path: pathlib.Path) -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+        with planned(model, [("*", pipeline(dh.OnDisk(tmp_path), at_least="4 KiB"))]):
+            out = model(torch.randn(64, 64))
+            out.mul_(2)
+            with pytest.raises(MutationError, match="version 1; expected version 0"):
+                out.sum().backward()
 
 
 # -- no trace

@@ -131,6 +131,13 @@ def test_a_random_number_that_decides_is_named_and_a_rate_below_one_half_skips_n
     assert named(said) == {"a random number that the model reads"}
 
 
+def test_what_is_assumed_while_the_model_is_built_is_named() -> None:
+    def build() -> nn.Module:
+        return lin() if torch.randn(3).sum() > 0 else nn.Identity()
+
+    assert named(explain(build, X, device="cpu")) == {"the value of a tensor (.item())"}
+
+
 def test_code_of_torch_compile_is_named() -> None:
     said = explain(lambda: nn.Sequential(torch.compile(lin()), nn.ReLU()), X, device="cpu")
     assert named(said) == {"what the code of torch.compile saves"}
