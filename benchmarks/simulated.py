@@ -4,10 +4,8 @@
     python benchmarks/simulated.py --link 25 --device 2 # a slower link and device memory, in GB/s and TB/s
 
 No figure here was measured on a GPU. ``ASSUMED`` says what is assumed, recorded and computed, and it is in the JSON.
-The rows of ``Tiered`` and those "in groups" replay the library's own plan (``disthooks.saved.stores.plan``). ``Tiered``
-is a model of the store as it is, which a test compares with the store (``tests/device/test_clock_is_right.py``): each
-tensor is a copy of its own. "In groups", 64 MiB are one copy, and all of a tape that is not known is sent. "Tiered
-before" is a model of the store that had no plan (commit 12e9d58).
+The rows of ``Tiered`` replay the library's own plan (``disthooks.saved.stores.plan``): they are a model of the store as
+it is, which a test compares with the store (``tests/device/test_clock_is_right.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +22,8 @@ import torch
 import disthooks as dh
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Policy, Rates, Result, Saved, Tape, largest_limit, replay
-from tests.support.sim.planned import MIB, Planned, PlannedTiered
-from tests.support.sim.policies import EverythingOut, NearTheLimit, SaveOnCpu, StashOfFive
+from tests.support.sim.planned import MIB, PlannedTiered
+from tests.support.sim.policies import EverythingOut
 
 HERE = pathlib.Path(__file__).parent
 GB = 1e9
@@ -40,19 +37,16 @@ ASSUMED = [
     "Device memory is the sum of live bytes: no fragments, no workspaces; a copied tensor's memory is free at once.",
     "A recomputed tensor is made when backward first reads it; inputs that this needs earlier are not brought earlier.",
     "Codecs run at 0.7 of the speed of device memory; Recompute makes 3 passes over a tensor.",
-    "save_on_cpu and OffloadActivations copy each storage once, which is a lower bound: torch copies each save.",
     "What was compared with a store: which tensors Tiered and OnCpu move, in which order, and the peak. No time was.",
-    "Not modelled: torchtune's way (as TRL's), TransformerEngine's, page-locking of host memory, other processes.",
+    "Not modelled: the ways of torch and of other libraries, page-locking of host memory, other processes.",
 ]
 #: Bytes of peak memory to reach, by name; a share of nothing's where it is under 2.
 PEAKS = {
     "ResNet-152 fp32": {f"{n} GB": n * GB for n in (5, 10, 20, 30)},
     "decoder bf16": {"-30%": 0.7, "-50%": 0.5},
 }
-#: With a disk as third place: the peak, and bytes of host memory.
-WITH_DISK = {"ResNet-152 fp32": ("20 GB", 8 * GB), "decoder bf16": ("-50%", 4 * GB)}
-#: The default limits of ``OnCpu`` and ``OnDisk`` for bytes in flight.
-IN_FLIGHT, STAGING = 512 * MIB, 64 * MIB
+#: The default limit of ``OnCpu`` for bytes in flight.
+IN_FLIGHT = 512 * MIB
 #: Passes over a tensor that is computed again: two operands are read and the result is written.
 PASSES = 3
 #: The share of the speed of device memory that the codecs' kernels are wanted to reach (``targets.py``).
@@ -172,7 +166,6 @@ def row(results: Sequence[Result], plain: Result) -> dict[str, Any]:
         "host_peak_bytes": max(each.host_peak for each in results),
         "held_bytes": result.held,
         "sent_bytes": result.sent,
-        "written_bytes": result.written,
         "link_out_busy": round(result.link_out, 3),
         "link_back_busy": round(result.link_back, 3),
     }
@@ -202,60 +195,14 @@ def rows(tape: Tape, rates: Rates) -> Iterator[tuple[str, dict[str, Any]]]:
 
     yield "nothing", full(tape, Policy())
     yield "checkpoint per block", full(inputs, Policy())
-    yield "torch save_on_cpu", full(tape, SaveOnCpu())
-    yield "trl OffloadActivations", full(tape, StashOfFive())
     for name, codec in codecs(tape, rates).items():
         coded, front = tape.coded(codec), f"{name}, " if name else ""
         if name:
             yield f"{front}OnDevice", full(coded, Policy())
         yield f"{front}OnCpu", full(coded, EverythingOut(IN_FLIGHT))
-        disk = full(coded, Planned([IN_FLIGHT, STAGING, None], STAGING // 8))
-        yield f"{front}all to a disk in groups, {STAGING >> 20} MiB of host", disk
         for peak_name, peak in peaks.items():
-            yield f"{front}Tiered before at {peak_name}", limited(coded, NearTheLimit, peak, rates, plain)
             yield f"{front}Tiered at {peak_name}", limited(coded, PlannedTiered, peak, rates, plain)
-            groups = limited(coded, lambda limit: Planned([limit, None]), peak, rates, plain)
-            yield f"{front}plan in groups at {peak_name}", groups
     yield "OnCpu around checkpoints", full(inputs, EverythingOut(IN_FLIGHT))
-    yield from _with_disk(tape, rates, plain, peaks)
-
-
-def _with_disk(tape: Tape, rates: Rates, plain: Result, peaks: Mapping[str, float]) -> Iterator[tuple[str, Any]]:
-    """Device, host and disk."""
-    peak_name, host = WITH_DISK[tape.name]
-    coded = tape.coded(codecs(tape, rates)["Recompute"])
-
-    def make(limit: int) -> Policy:
-        return Planned([limit, int(host), None])
-
-    name = f"Recompute, plan in groups at {peak_name}, {host / GB:.0f} GB of host, disk"
-    yield name, limited(coded, make, peaks[peak_name], rates, plain)
-
-
-def lengths(tape: Tape, rates: Rates, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Batches of other lengths with the limit of the row at -30%; ratios of sums, after the first four steps.
-
-    All is proportional to the tokens, attention too.
-    """
-    coded, dice = tape.coded(codecs(tape, rates)["Recompute"]), random.Random(0)
-    tokens = tape.about["tokens"]
-    series = {
-        "one length": [tokens] * 24,
-        "two lengths in turn": [tokens, 5000] * 12,
-        "random lengths": [dice.randint(tokens // 2, tokens) for _ in range(24)],
-    }
-    for name, each in series.items():
-        plain = [replay(tape.scaled(n / tokens), Policy(), rates).step_s for n in each]
-        for policy in (PlannedTiered(limit), Planned([limit, None]), NearTheLimit(limit)):
-            results = [replay(coded.scaled(n / tokens), policy, rates) for n in each]
-            yield (
-                f"{name}, {policy.name}",
-                {
-                    "ratio": round(sum(result.step_s for result in results[4:]) / sum(plain[4:]), 3),
-                    "peak_bytes": max(result.peak for result in results),
-                    "sent_bytes": sum(result.sent for result in results[4:]) // len(results[4:]),
-                },
-            )
 
 
 def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -263,8 +210,7 @@ def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
     table = []
     for (workload, codec, peak), audit in AUDIT.items():
         front = f"{codec}, " if codec else ""
-        kinds = ("Tiered before", "Tiered", "plan in groups")
-        here = [found[workload]["rows"][f"{front}{kind} at {peak}"].get("ratio") for kind in kinds]
+        here = found[workload]["rows"][f"{front}Tiered at {peak}"].get("ratio")
         table.append({"row": f"{workload}, {front}{peak}", "audit": list(audit), "here": here})
     return table
 
@@ -289,9 +235,6 @@ def run(rates: Rates) -> dict[str, Any]:
         tape = read(name)
         about = tape.about | {"saved_bytes": tape.nbytes, "storages": len(tape.saved)}
         workloads[name] = {"about": about, "rows": dict(rows(tape, rates))}
-    decoder = workloads["decoder bf16"]
-    limit = decoder["rows"]["Recompute, Tiered at -30%"]["limit_bytes"]
-    decoder["lengths"] = dict(lengths(read("decoder bf16"), rates, limit))
     return {
         "simulated": True,
         "about": "Simulated: modelled clock, link and stores; assumed time of a step. Nothing here ran on a GPU.",
@@ -315,14 +258,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'':56}" + "".join(f"{each:>12}" for each in columns)
         for way, one in part["rows"].items():
             yield f"{way:56}" + (_figures(one) if "ratio" in one else f"  {one['not_reached']}")
-        for way, one in part.get("lengths", {}).items():
-            figures = f"peak {one['peak_bytes'] / GB:.2f} GB, {one['sent_bytes'] / GB:.2f} GB sent a step"
-            yield f"{way:56}{one['ratio']:12.3f}   {figures}"
-    columns = ("audit before", "here before", "audit's plan", "Tiered here", "in groups")
+    columns = ("audit before", "audit's plan", "Tiered here")
     yield f"\n{'the audit, and here':56}" + "".join(f"{each:>16}" for each in columns)
     for each in found["audit"]:
-        (old, plan), (before, today, groups) = each["audit"], each["here"]
-        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (old, before, plan, today, groups))
+        ratios = ("-" if ratio is None else f"{ratio:.2f}" for ratio in (*each["audit"], each["here"]))
         yield f"{each['row']:56}" + "".join(f"{ratio:>16}" for ratio in ratios)
     yield ""
     yield from (f"{each['row']:56} wanted {each['wanted']:.2f}, here {each['here']}" for each in found["wanted"])

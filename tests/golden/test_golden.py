@@ -1,12 +1,10 @@
 """What users, files and checkpoints rely on is written down beside this file, and must not change by accident.
 
-For a change that is meant, ``python -m tests.golden.test_golden --write [NAME ...]`` writes the files anew, and so does
-``GOLDEN_WRITE=1`` in front of pytest.
+For a change that is meant, ``GOLDEN_WRITE=1`` in front of pytest writes the files anew.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
@@ -51,21 +49,3 @@ def compare(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_it_is_as_it_was(name: str) -> None:
     compare(name, GOLDEN[name]())
-
-
-def main() -> None:
-    """Write golden files anew."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--write", nargs="*", metavar="NAME", help=f"any of {', '.join(GOLDEN)}")
-    names = parser.parse_args().write
-    if names is None or not set(names) <= set(GOLDEN):
-        parser.error(f"--write [NAME ...]: the names are {', '.join(GOLDEN)}")
-    for name in names or GOLDEN:
-        file, text = HERE / f"{name}.json", text_of(GOLDEN[name]())
-        is_new = not file.exists() or file.read_text(encoding="utf-8") != text
-        file.write_text(text, encoding="utf-8")
-        print(f"{file.name}: {'written' if is_new else 'the same'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,23 @@
-"""Autograd Functions that save what they are given."""
+"""Autograd Functions that save what they are given, and functions as modules."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+
+class Made(nn.Module):
+    """Its forward is a function of its parts and of the inputs."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*self.parts, *inputs)
 
 
 class Save(torch.autograd.Function):

@@ -1,13 +1,12 @@
 """What one real training step on the CPU saves and holds: the truth that ``disthooks explain`` is compared with.
 
-:func:`measure` runs the step for real and counts in three ways:
+:func:`measure` runs the step for real and counts in two ways:
 
 - ``saved_bytes``: the memory under the tensors that autograd holds after the forward, by saved-tensor hooks;
-- ``peaks``: living storages, by a dispatch mode (:class:`LivingStorages`);
-- ``by_category`` and ``tracked_peak``: torch's own ``MemTracker``.
+- ``peaks``: living storages, by a dispatch mode (:class:`LivingStorages`).
 
-:func:`allocated_peak` asks torch's allocator, which sees what no dispatch mode sees. :func:`stored_by_hooks`
-asks disthooks' own hooks. :func:`largest_batch` looks for the largest batch under a limit.
+:func:`tracked` asks torch's own ``MemTracker``. :func:`allocated_peak` asks torch's allocator, which sees what no
+dispatch mode sees. :func:`largest_batch` looks for the largest batch under a limit.
 """
 
 # [Note: what is a saved byte]
@@ -41,11 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-import disthooks as dh
 from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
-from disthooks.saved.pipeline import pipeline
-from disthooks.saved.report import SavedReport
-from tests.support.stores.copies import Copies
 
 PHASES = ("forward", "backward", "optimizer")
 #: Makes the optimizer of the parameters that it is given.
@@ -64,25 +59,15 @@ class Measured:
         by_module: ``saved_bytes`` by the name of the innermost module whose forward ran when the storage was first
             saved; "" for the model itself and for the loss.
         inputs_by_module: ``saved_inputs`` in the same way.
-        saved_tensors: how many tensors autograd holds, weights and inputs too.
         peaks: the most bytes of living storages in each of ``PHASES``, with weights, gradients, inputs and the
             optimizer's state. A phase begins with what the one before has left.
-        held: bytes of living storages when each of ``PHASES`` has ended.
-        tracked_peak: the peak of the step by torch's MemTracker.
-        by_category: the bytes of each of MemTracker's categories at ``tracked_peak``: "Parameter", "Gradient", ...
-        optimizer_state: bytes of the tensors in the optimizer's state after the step.
     """
 
     saved_bytes: int = 0
     saved_inputs: int = 0
     by_module: dict[str, int] = field(default_factory=dict)
     inputs_by_module: dict[str, int] = field(default_factory=dict)
-    saved_tensors: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    tracked_peak: int = 0
-    by_category: dict[str, int] = field(default_factory=dict)
-    optimizer_state: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -95,7 +80,6 @@ def measure(
     inputs: Any,
     autocast: MakeContext | None = None,
     optimizer: MakeOptimizer | None = None,
-    tracker: bool = True,
     peaks: bool = True,
 ) -> Measured:
     """Run a training step of ``model`` for real and say what it saved and held.
@@ -103,8 +87,8 @@ def measure(
     The weights, the buffers and the state of the random numbers are afterwards what they were before; gradients are
     None.
 
-    Without an ``optimizer`` the step ends with the backward. With ``tracker`` the step runs once more under MemTracker,
-    and with ``peaks`` once more under :class:`LivingStorages`.
+    Without an ``optimizer`` the step ends with the backward. With ``peaks`` the step runs once more under
+    :class:`LivingStorages`.
     """
     measured = Measured()
     with unchanged(model), saved_by_module(model, inputs) as saved, saved.hooks():
@@ -112,13 +96,9 @@ def measure(
     del loss
     measured.saved_bytes, measured.by_module = saved.total(False), saved.totals(False)
     measured.saved_inputs, measured.inputs_by_module = saved.total(True), saved.totals(True)
-    measured.saved_tensors = saved.tensors
     if peaks:
         with unchanged(model), LivingStorages(model, inputs) as living:
             _step(model, inputs, autocast, optimizer, measured, living)
-    if tracker:
-        with unchanged(model):
-            measured.tracked_peak, measured.by_category = tracked(model, inputs, autocast, optimizer)
     return measured
 
 
@@ -141,12 +121,10 @@ def _step(
     if made is not None:
         made.step()
         _note(measured, "optimizer", living)
-        states = [each for state in made.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
-        measured.optimizer_state = sum(each.untyped_storage().nbytes() for each in states)
 
 
 def _note(measured: Measured, phase: str, living: LivingStorages) -> None:
-    measured.peaks[phase], measured.held[phase] = living.peak, living.bytes
+    measured.peaks[phase] = living.peak
     living.begin()
 
 
@@ -237,7 +215,6 @@ class SavedBytes:
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.tensors = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._weights = _storages([*model.parameters(), *model.buffers()])
         self._inputs = _storages([inputs])
@@ -269,7 +246,6 @@ class SavedBytes:
         self._counted = {False: collections.Counter(), True: collections.Counter()}
         seen = set(self._weights)
         for held in filter(None, (ref() for ref in self._held)):
-            self.tensors += 1
             # Every storage is held by its `_Held`, so no two of them have the same address.
             for address, storage in _storages([held.tensor]).items():
                 if address not in seen:
@@ -306,9 +282,8 @@ def saved_by_module(model: nn.Module, inputs: Any) -> Iterator[SavedBytes]:
 class LivingStorages(TorchDispatchMode):
     """Counts the bytes of the storages that live, on real tensors; see [Note: a mode is seen].
 
-    A storage is known from the first operator on that returns a tensor over it, until it is gone. Its size may change:
-    by ``UntypedStorage.resize_``, which FSDP uses to free memory, or by an operator such as ``aten.resize_``. Memory
-    that an operator takes and frees inside itself is not seen.
+    A storage is known from the first operator on that returns a tensor over it, until it is gone. Its size may change
+    by an operator such as ``aten.resize_``. Memory that an operator takes and frees inside itself is not seen.
 
     The storages of ``there`` (models, optimizers, tensors) are there from the beginning.
     """
@@ -319,23 +294,12 @@ class LivingStorages(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._makers: dict[int, int] = {}  # the number of the autograd node that made a storage
         self._one_holder = counts_of_one_holder()
-        self._resizing: Any = None
         for each in there:
             self._see(_tensors_of(each))
 
     def begin(self) -> None:
         """A new phase: its peak is at least what lives now."""
         self.peak = self.bytes
-
-    def __enter__(self) -> LivingStorages:
-        self._resizing = _resize_seen(self._resized)
-        self._resizing.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._resizing.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and adds_in_place(args, self._maker(args), self._one_holder):
@@ -365,10 +329,6 @@ class LivingStorages(TorchDispatchMode):
         self.bytes -= self._sizes.pop(address)
         del self._makers[address]
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._sizes:
-            self._change(storage._cdata, storage.nbytes())
-
 
 def _tensors_of(value: Any) -> list[Any]:
     if isinstance(value, nn.Module):
@@ -377,27 +337,6 @@ def _tensors_of(value: Any) -> list[Any]:
     if isinstance(value, torch.optim.Optimizer):
         return [list(state.values()) for state in value.state.values()]
     return [value]
-
-
-@contextlib.contextmanager
-def _resize_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``seen`` after each ``UntypedStorage.resize_``."""
-    kind: Any = torch.UntypedStorage
-    original, is_own = kind.resize_, "resize_" in vars(kind)
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        seen(storage)
-        return result
-
-    kind.resize_ = resize_
-    try:
-        yield
-    finally:
-        if is_own:
-            kind.resize_ = original
-        else:
-            del kind.resize_
 
 
 # -- torch's own counts
@@ -429,25 +368,18 @@ def _no_handle() -> RemovableHandle:
     return RemovableHandle(collections.OrderedDict())
 
 
-def allocated_peak(
-    model: nn.Module, inputs: Any, autocast: MakeContext | None = None, optimizer: MakeOptimizer | None = None
-) -> dict[str, int]:
-    """The most bytes that torch's CPU allocator gave out in each of ``PHASES``, and what lived before the step.
+def allocated_peak(model: nn.Module, inputs: Any) -> dict[str, int]:
+    """The most bytes that torch's CPU allocator gave out in forward and in backward, and what lived before the step.
 
     No mode is on, and the memory that an operator takes for itself counts. The figures come from the profiler.
     """
-    made = optimizer([each for each in model.parameters() if each.requires_grad]) if optimizer else None
     before = sum(each.nbytes() for each in _storages([*_tensors_of(model), inputs]).values())
-    marks = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loss = forward(model, inputs, autocast)
-        marks.append(_mark())
+        loss = forward(model, inputs)
+        _mark()
         loss.backward()
         del loss
-        marks.append(_mark())
-        if made is not None:
-            made.step()
-            marks.append(_mark())
+        _mark()
     return _peaks_of(profile, before)
 
 
@@ -469,27 +401,12 @@ def _peaks_of(profile: Any, before: int) -> dict[str, int]:
     return peaks
 
 
-# -- disthooks' own hooks
-
-
-def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> SavedReport:
-    """The report of ``dh.save_activations`` on all of ``model`` for one step, with a store that takes every tensor.
-
-    ``stored`` has the bytes that the store got: of each storage, or of the part that is saved if that is less than half
-    of it.
-    """
-    with unchanged(model), dh.save_activations(model, "", pipeline(Copies(), at_least=0)) as saving:
-        forward(model, inputs, autocast).backward()
-        return saving.report()
-
-
 # -- what fits
 
 
 def largest_batch(
     build: Callable[[int], tuple[nn.Module, Any]],
     limit_bytes: int,
-    autocast: MakeContext | None = None,
     optimizer: MakeOptimizer | None = None,
     most: int = 1 << 12,
 ) -> int:
@@ -501,7 +418,7 @@ def largest_batch(
 
     def fits(batch: int) -> bool:
         model, inputs = build(batch)
-        return measure(model, inputs, autocast, optimizer, tracker=False).peak_bytes <= limit_bytes
+        return measure(model, inputs, optimizer=optimizer).peak_bytes <= limit_bytes
 
     low, high = 0, 1
     while high <= most and fits(high):

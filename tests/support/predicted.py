@@ -27,12 +27,10 @@ class Beside:
     def wrong(self) -> dict[str, tuple[int, int]]:
         """The modules whose saved bytes differ: predicted and measured bytes by name, "inputs" for the inputs'."""
         predicted, of_inputs = saved(self.predicted)
-        pairs = {name: (predicted[name], self.measured.by_module.get(name, 0)) for name in self._names(predicted)}
+        names = dict.fromkeys([*predicted, *self.measured.by_module])
+        pairs = {name: (predicted[name], self.measured.by_module.get(name, 0)) for name in names}
         pairs["inputs"] = of_inputs, self.measured.saved_inputs
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-    def _names(self, predicted: collections.Counter[str]) -> list[str]:
-        return list(dict.fromkeys([*predicted, *self.measured.by_module]))
 
     @property
     def peak_off(self) -> int:
@@ -68,7 +66,7 @@ def beside(
     model, inputs = build()
     oracle.dry_run(model, inputs)
     stepped = None if optimizer is None else functools.partial(_stepped, optimizer)
-    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, tracker=False, peaks=peaks))
+    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, peaks=peaks))
 
 
 def _stepped(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -35,7 +35,6 @@ class Rates:
         disk_write, disk_read: bytes a second.
         flops: floating point operations a second of a matrix product.
         copy_s: seconds that each copy takes besides its bytes.
-        host_call_s: seconds of the host for each item that it gives to a stream; 0 ignores the host.
         host_operator_s: seconds of the host for each operator of a tape that says how many it has.
         host_tensor_s: seconds of the host for each storage that a policy keeps in a store, each way.
     """
@@ -47,7 +46,6 @@ class Rates:
     disk_read: float = 6e9
     flops: float = 400e12
     copy_s: float = 10e-6
-    host_call_s: float = 0.0
     host_operator_s: float = 0.0
     host_tensor_s: float = 0.0
 
@@ -109,10 +107,6 @@ class Memory:
         """``nbytes`` are given back at the second ``at``; whoever allocates in the same moment may have them."""
         self._changes.append((at, -nbytes))
 
-    def live(self, at: float) -> int:
-        """Bytes that are taken at the second ``at``."""
-        return sum(nbytes for time, nbytes in self._changes if time <= at)
-
     @property
     def peak(self) -> int:
         """Most bytes at any time."""
@@ -135,13 +129,8 @@ class Machine:
         self.moved: dict[str, int] = {}  # bytes by the name of the stream that copied them
 
     def run(self, stream: Stream, seconds: float, *after: Event) -> Event:
-        """Give ``stream`` an item; the host pays for the call and does not wait."""
-        self.host += self.rates.host_call_s
+        """Give ``stream`` an item; the host does not wait."""
         return stream.run(seconds, self.host, after)
-
-    def operator(self, nbytes: float, flops: float = 0.0) -> Event:
-        """An operator on the stream of the computation."""
-        return self.run(self.compute, self.rates.operator(nbytes, flops))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         """All later items of ``stream`` come after ``event``."""
@@ -150,10 +139,6 @@ class Machine:
     def synchronize(self, event: Event) -> None:
         """The host waits for ``event``."""
         self.host = max(self.host, event.time)
-
-    def query(self, event: Event) -> bool:
-        """Whether ``event`` has come for the host, which may be far ahead of the streams."""
-        return event.time <= self.host
 
     def to_host(self, nbytes: int, *after: Event) -> Event:
         """Copy ``nbytes`` to host memory."""
@@ -251,18 +236,6 @@ class Tape:
             phase = 1 if kind == "backward" else phase
             steps.append((kind, value * scale[phase] if kind == "run" else value))
         return dataclasses.replace(self, steps=tuple(steps))
-
-    def scaled(self, share: float) -> Tape:
-        """The tape of a batch with ``share`` of the tokens. Weights stay, all else and all times are proportional."""
-        weights = min(value for kind, value in self.steps if kind == "rest")
-        scale = {"run": lambda value: value * share, "rest": lambda value: weights + share * (value - weights)}
-        steps = tuple((kind, scale[kind](value) if kind in scale else value) for kind, value in self.steps)
-
-        def change(each: Saved) -> Saved:
-            sizes = {"nbytes": int(share * each.nbytes), "stored": int(share * each.stored)}
-            return dataclasses.replace(each, **sizes, encode_s=share * each.encode_s, restore_s=share * each.restore_s)
-
-        return dataclasses.replace(self.coded(change), steps=steps)
 
     def coded(self, change: Callable[[Saved], Saved]) -> Tape:
         """The tape with ``change`` of each saved storage: what a codec makes of it."""

@@ -11,6 +11,8 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import DisthooksError, UsageError
+from tests.support.engines import close, loss_of, make
+from tests.support.logs import measured
 
 
 def _linear(bias: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -152,3 +154,80 @@ def test_an_in_place_local_function_is_refused() -> None:
 
 def test_console_prints_the_list_of_any_statistic() -> None:
     dh.sinks.Console(print=lambda line: None)({"step": 0, "quantiles": [0.1, 0.9]})
+
+
+# --- names, groups, and models inside of others
+
+
+def test_a_loss_that_is_known_is_in_the_record() -> None:
+    model, records = make("plain"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[records.append], every=1) as watch:
+        for step in range(2):
+            loss_of(model, step, "plain").backward()
+            optimizer.step()
+            watch.flush(loss=0.5 + step, grad_norm=-1.0)
+        watch.flush(loss=7.0)  # nothing is left to be read
+    assert [record["loss"] for record in records] == [0.5, 1.5]
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert watch.latest == measured(records[-1])
+
+
+def test_on_gradient_takes_everything_off() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    model = make("plain")
+    for at in ("local", "final"):
+        dh.on_gradient(model, "*", torch.zeros_like, at).remove()
+    assert not _global_optimizer_pre_hooks
+    assert not model._forward_pre_hooks
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_two_rules_of_a_kind_write_different_names() -> None:
+    rules = [dh.ClipNorm(10.0), dh.ClipNorm(1.0), dh.only("head.*", dh.ClipNorm(0.1))]
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], rules=rules) as watch:
+        loss_of(model, 0, "plain").backward()
+        optimizer.step()
+    assert set(watch.latest) == {
+        *("step", "grad_norm", "grad_norm_clipped", "clip_ratio"),
+        *("grad_norm_clipped/1", "clip_ratio/1", "grad_norm_clipped/head.*", "clip_ratio/head.*"),
+    }
+    assert watch.report().rounds == 3
+
+
+def test_a_rule_for_some_beside_a_statistic_of_all() -> None:
+    rules = [dh.only(["head.*", "embed.weight"], dh.ClipNorm(0.1))]
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model, 0, "plain").backward()
+    clipped = [model.embed.weight.grad.clone(), model.head.weight.grad.clone()]
+    norm = float(torch.nn.utils.get_total_norm(clipped))
+    with dh.gradients(model, optimizer, rules=rules, stats=[stats.Norm()]) as watch:
+        optimizer.step()
+    assert close(watch.latest["grad_norm/head.*,embed.weight"], norm)
+    after = torch.nn.utils.get_total_norm([model.embed.weight.grad, model.head.weight.grad])
+    assert close(float(after), 0.1, 1e-5)
+
+
+def test_data_parallel_is_the_module_inside() -> None:
+    model = make("dp")
+    with dh.on_gradient(model, "head.weight", torch.zeros_like, at="local") as hook:
+        loss_of(model, 0, "dp").backward()
+    assert hook.report() == {"head.weight": 1}
+    assert not model.module.head.weight.grad.any()
+
+
+def test_a_compiled_model() -> None:
+    model = torch.compile(make("plain"), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        dh.on_gradient(model, "head.weight", lambda grad: grad * 0, at="local"),
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.Norm(per_parameter=True)]) as watch,
+    ):
+        loss_of(model, 0, "plain").backward()
+        optimizer.step()
+    assert watch.latest["grad_norm/param/head.weight"] == 0
+    assert watch.latest["grad_norm"] > 0

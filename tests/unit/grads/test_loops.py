@@ -30,24 +30,18 @@ def backward(model: nn.Module, step: int = 0, scale: Any = None, factor: float =
     return loss.detach()
 
 
+def scaled(*scales: float) -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[torch.amp.GradScaler]]:
+    """A model with an optimizer and a scaler for each of ``scales``."""
+    models = [net() for _ in scales]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
+    return models, optimizers, [torch.amp.GradScaler("cpu", init_scale=scale) for scale in scales]
+
+
 def norm_of(model: nn.Module) -> float:
     return float(torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm())  # type: ignore[union-attr]
 
 
 # --- The watched optimizer does not step
-
-
-def test_another_optimizer_over_the_same_parameters_is_said_once() -> None:
-    model = net()
-    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())
-    with dh.gradients(model, first, rules=[dh.ClipNorm(0.1)]) as watch:
-        backward(model)
-        first.step()
-        with pytest.warns(UserWarning, match="AdamW has stepped 4 parameters .* for another optimizer, SGD: "):
-            second.step()
-        with no_warning():
-            second.step()
-    assert watch.steps == 1
 
 
 class Sam(torch.optim.Optimizer):
@@ -152,59 +146,18 @@ def test_rules_of_two_attachments_for_one_gradient_are_refused() -> None:
     dh.gradients(model, optimizer, rules=[dh.Scale(0.5)]).remove()
 
 
-def test_what_is_refused_leaves_nothing_behind() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)]) as watch:
-        with pytest.raises(UsageError):
-            dh.gradients(model, optimizer, rules=[dh.Scale(0.5)])
-        backward(model)
-        true = norm_of(model)
-        optimizer.step()
-        assert norm_of(model) == pytest.approx(true / 2)
-    assert watch.steps == 1
-
-
 # --- GradScalers
-
-
-def test_each_optimizer_has_its_own_scaler() -> None:
-    """Weights are those without disthooks, and no scaler unscales the gradients of another one."""
-
-    def run(is_watched: bool) -> list[torch.Tensor]:
-        models = net(), net()
-        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
-        watch = dh.gradients(list(models), optimizers, stats=[stats.Norm()], every=1) if is_watched else None
-        for step in range(4):
-            for model, scaler in zip(models, scalers, strict=True):
-                backward(model, step, scaler.scale)
-            for scaler, optimizer in zip(scalers, optimizers, strict=True):
-                scaler.unscale_(optimizer)
-            for scaler, optimizer in zip(scalers, optimizers, strict=True):
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        if watch is not None:
-            watch.remove()
-        return [p.detach() for model in models for p in model.parameters()]
-
-    assert all(map(torch.equal, run(True), run(False)))
 
 
 @pytest.mark.parametrize("begins_early", [False, True])
 def test_an_overflow_of_one_scaler_leaves_the_other_scaler_and_its_step_alone(begins_early: bool) -> None:
     def run(is_watched: bool) -> tuple[list[torch.Tensor], list[float]]:
-        models = net(), net()
-        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
+        models, optimizers, scalers = scaled(8.0, 1024.0)
         parameters = [parameter for model in models for parameter in model.parameters()]
         with contextlib.ExitStack() as attached:
             if is_watched:
                 rules = [dh.Scale(0.5)] if begins_early else []
-                watch = attached.enter_context(
-                    dh.gradients(list(models), optimizers, rules=rules, stats=[stats.Norm()])
-                )
+                watch = attached.enter_context(dh.gradients(models, optimizers, rules=rules, stats=[stats.Norm()]))
             for step in range(4):
                 backward(models[0], step, scalers[0].scale, math.inf if step == 2 else 1.0)
                 backward(models[1], step, scalers[1].scale)
@@ -230,7 +183,7 @@ def test_an_update_of_the_one_scaler_before_all_have_stepped_is_an_error() -> No
     models = net(), net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with dh.gradients(list(models), optimizers, stats=[stats.Norm()]):
+    with dh.gradients(models, optimizers, stats=[stats.Norm()]):
         for model in models:
             backward(model, 0, scaler.scale)
         scaler.step(optimizers[0])
@@ -244,10 +197,8 @@ def test_an_update_of_the_one_scaler_before_all_have_stepped_is_an_error() -> No
 
 
 def test_two_scalers_of_which_nothing_tells_are_an_error_before_anything_changes() -> None:
-    models = net(), net()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 1024.0)]
-    with dh.gradients(list(models), optimizers, stats=[stats.Norm()], every=1):
+    models, optimizers, scalers = scaled(8.0, 1024.0)
+    with dh.gradients(models, optimizers, stats=[stats.Norm()], every=1):
         for model, scaler in zip(models, scalers, strict=True):
             backward(model, 0, scaler.scale)
         before = [p.detach().clone() for model in models for p in model.parameters()]
@@ -291,23 +242,6 @@ def test_begin_step_without_a_scaler_that_it_cannot_know_is_an_error() -> None:
         assert norm_of(model) == scaled
         watch.begin_step(torch.amp.GradScaler(enabled=False))  # these gradients go through none, says the loop
         assert norm_of(model) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_a_loss_of_a_step_that_a_scaler_keeps_back_is_forgotten() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    records: list[Any] = []
-    rules = [dh.SkipSpike(least=2, window=4, norm=False)]
-    with dh.gradients(model, optimizer, rules=rules, sinks=[records.append], every=1) as watch:
-        for step in range(6):
-            backward(model, 0, scaler.scale, math.inf if step == 4 else 1.0)
-            watch.note_loss(1000.0 if step == 4 else 1.0 + 0.01 * (step % 2))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert [record["loss"] for record in records] == pytest.approx([1.0, 1.01, 1.0, 1.01, 1.01])
-    assert not any(record["spike"] for record in records)
 
 
 # --- Optimizers that step together

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import disthooks as dh
-from disthooks.engines.base import Part, Shard
-from disthooks.grads.plan import VectorLayout
-from disthooks.grads.rules import Work
-from disthooks.grads.stats.base import Local, LocalStats
+from disthooks.engines.base import Shard
 from tests.support.engines import close
 from tests.support.rules import stepped, tensors
-
-CPU = torch.device("cpu")
 
 
 def unitwise(x: torch.Tensor) -> torch.Tensor:
@@ -67,49 +59,6 @@ def _there(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[tuple[t
     ]
 
 
-@st.composite
-def splits(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Part]]:
-    """A shape, and the parts of it on several ranks: slices along any one dimension, or ranges."""
-    shape = torch.Size(draw(st.lists(st.integers(1, 4), min_size=0, max_size=4)))
-    total = max(1, shape.numel())
-    dim = draw(st.integers(-1, len(shape) - 1))
-    end = total if dim < 0 else shape[dim]
-    cuts = [0, *sorted(draw(st.lists(st.integers(0, end), max_size=3))), end]
-    pairs = list(itertools.pairwise(cuts))
-    if dim < 0:
-        return shape, [Part(shape, span=pair) for pair in pairs]
-    box = [(0, size) for size in shape]
-    return shape, [Part(shape, box=tuple([*box[:dim], (a, b - a), *box[dim + 1 :]])) for a, b in pairs]
-
-
-@settings(max_examples=150, deadline=None)
-@given(splits(), st.integers(0, 99))
-def test_parts_together_are_what_the_whole_is(split: tuple[tuple[int, ...], list[Part]], seed: int) -> None:
-    shape, parts = split
-    ((weight,), (grad,)) = tensors([shape], seed), tensors([shape], seed + 1)
-    rule = dh.ClipAdaptive(0.5, 1e-3)
-    shards = [
-        Shard("w", nn.Parameter(_of(weight, part)), True, "sharded", part)
-        for part in parts  # each on a rank of its own
-    ]
-    grads = [_of(grad, part).clone() for part in parts]
-    layouts = [VectorLayout({measure: (0,) for measure in rule.measures()}, [shard]) for shard in shards]
-    packed = [
-        layout.pack(Local([shard], [mine], [LocalStats()], [], 0, 1, CPU))
-        for layout, shard, mine in zip(layouts, shards, grads, strict=True)
-    ]
-    merged = sum(sums for sums, _ in packed)
-    for layout, shard, mine in zip(layouts, shards, grads, strict=True):
-        values = layout.unpack((merged, packed[0][1]))
-        rule.rewrite(Work([shard], [mine], [values[measure] for measure in rule.measures()], {}))
-    truth = agc(weight, grad, 0.5, 1e-3)
-    assert all(close(mine, _of(truth, part), 1e-12) for mine, part in zip(grads, parts, strict=True) if mine.numel())
-
-
-def _of(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    return whole.reshape(-1)[part.indices(CPU)]
-
-
 def test_adaptive_keeps_nan_in_its_unit() -> None:
     weights, grads = [torch.ones(4, 2), torch.ones(2, 2)], [torch.ones(4, 2), torch.ones(2, 2)]
     grads[0][1, 0], grads[0][2, 0], weights[1][1, 0] = math.nan, math.inf, math.nan
@@ -139,22 +88,3 @@ def test_adaptive_on_gradients_that_are_not_contiguous() -> None:
     weight, grad = tensors([(6, 4, 3, 3), (6, 4, 3, 3)], 0)
     found, _ = stepped(dh.ClipAdaptive(0.1), [weight], [grad.to(memory_format=torch.channels_last)])
     assert close(found[0], agc(weight, grad, 0.1, 1e-3), 1e-12)
-
-
-# --- ClipNorm(by="parameter")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_norm_by_parameter_is_torchs_of_each(dtype: torch.dtype) -> None:
-    grads = tensors([(4, 3), (), (0, 2), (5000,), (2,)], 3, dtype)
-    grads[4] *= 1e-3
-    found, log = stepped(dh.ClipNorm(0.5, by="parameter"), grads, grads)
-    for mine, grad in zip(found, grads, strict=True):
-        parameter = nn.Parameter(torch.zeros_like(grad, dtype=torch.float64))
-        parameter.grad = grad.double().clone()
-        nn.utils.clip_grad_norm_([parameter], 0.5)
-        assert mine.dtype == dtype
-        tolerance = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 1e-2)
-        assert not mine.numel() or close(mine.double(), parameter.grad, tolerance)
-    assert torch.equal(found[4], grads[4])
-    assert close(log["clip_ratio"], 0.5 / (float(grads[3].double().norm()) + 1e-6), 1e-5)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import disthooks as dh
 from disthooks.grads.rules import Rule
 from tests.support.engines import grads_of, loss_of, make
-from tests.support.logs import measured
 
 ALL: list[Rule] = [
     dh.ClipAdaptive(),
@@ -57,46 +55,6 @@ def test_arguments_that_can_never_work(make_rule: Any) -> None:
     """What tests/golden/golden_errors.py does not have."""
     with pytest.raises(dh.errors.UsageError, match=r"needed|None, or|adaptive|True or False"):
         make_rule()
-
-
-# --- saved and gone on with
-
-LEARNING = [
-    dh.SkipNonFinite(),
-    dh.ClipZScore(0.5, 0.2, 2),
-    dh.ClipPercentile(40.0, 3),
-    dh.only("*.bias", dh.ClipAdaptive(0.02)),
-]
-
-
-def _train(steps: range, model: nn.Module, optimizer: Any, state: Any, path: Any = None) -> tuple[list, Any]:
-    records: list[dict[str, Any]] = []
-    with dh.gradients(model, optimizer, rules=LEARNING, sinks=[records.append], every=1) as watch:
-        if state is not None:
-            watch.load_state_dict(state)
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, step, "plain").backward()
-            optimizer.step()
-    if path is not None:
-        torch.save(watch.state_dict(), path)
-    return [measured(record) for record in records], watch.state_dict()
-
-
-def test_learned_state_is_saved_and_gone_on_with(tmp_path: Any) -> None:
-    model = make("plain")
-    truth, _ = _train(range(6), model, torch.optim.Adam(model.parameters(), lr=0.01), None)
-    other = make("plain")
-    optimizer = torch.optim.Adam(other.parameters(), lr=0.01)
-    first, _ = _train(range(3), other, optimizer, None, tmp_path / "state.pt")
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    second, _ = _train(range(3, 6), other, optimizer, saved)
-    assert first + second == truth
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    forgotten = make("plain")
-    optimizer = torch.optim.Adam(forgotten.parameters(), lr=0.01)
-    _train(range(3), forgotten, optimizer, None)
-    assert _train(range(3, 6), forgotten, optimizer, None)[0] != second
 
 
 @pytest.mark.parametrize(

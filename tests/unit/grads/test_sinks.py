@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
 import pathlib
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.grads.sinks import local
 from disthooks.saved.pipeline import pipeline
 
 
@@ -140,3 +146,75 @@ def test_numbers_of_all_parameters_are_columns_and_their_names_are_written_once(
                         assert float(value) == pytest.approx(truth, rel=1e-6, nan_ok=True)
     assert lines[2]["param"]["grad_norm"][0] == "nan"
     assert "/" not in "".join(lines[0]["param"])
+
+
+# --- lines of Jsonl and of the console
+
+
+def test_jsonl_is_strict_and_appends(tmp_path: pathlib.Path) -> None:
+    sink = dh.sinks.Jsonl(tmp_path / "deep" / "er" / "log.jsonl")
+    before = time.time()
+    opened = sink.open()
+    opened({"step": 0, "a": math.nan, "b": [{"c": -math.inf}]})
+    opened({"step": 1, "a": 1.5})
+    lines = pathlib.Path(sink.path).read_text().splitlines()
+    assert lines[0].startswith('{"step": 0, "a": "nan", "b": [{"c": "-inf"}], "run": ')
+    record = json.loads(lines[1])
+    assert before - 1e-3 <= record.pop("time") <= time.time() + 1e-3  # rounded to milliseconds
+    assert record == {"step": 1, "a": 1.5, "run": local.run(), "restart": 0}
+
+
+def test_lines_tell_runs_apart(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attachments that write at the same time are one run; one that comes when all of them are gone is the next."""
+    sink = dh.sinks.Jsonl(tmp_path / "log.jsonl")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    first, beside = sink.open(), sink.open()
+    first({"step": 0})
+    first.close()
+    beside({"step": 0, "optimizer": 1})
+    beside.close()
+    second = sink.open()
+    second({"step": 0})
+    second.close()
+    monkeypatch.setenv("DISTHOOKS_RUN", "mine")
+    elsewhere = dh.sinks.Jsonl(tmp_path / "other.jsonl").open()
+    elsewhere({"step": 0})
+    elsewhere.close()
+    records = [json.loads(line) for name in ("log", "other") for line in (tmp_path / f"{name}.jsonl").open()]
+    name = records[0]["run"]
+    assert [record["run"] for record in records] == [name, name, f"{name}.1", "mine"]
+    assert {record["restart"] for record in records} == {2}
+
+
+def test_a_restart_of_the_launcher_is_the_same_run() -> None:
+    """Workers of one launcher, here this process, have one name; another process without a launcher its own."""
+    script = "from disthooks.grads.sinks import local; print(local.run(), local.restart())"
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "DISTHOOKS_RUN"))}
+    env = kept | {"PYTHONPATH": str(pathlib.Path(dh.__file__).parents[1])}
+    said = []
+    for more in ({}, {}, {"TORCHELASTIC_RESTART_COUNT": "0"}, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        under = {"TORCHELASTIC_RUN_ID": "none"} if more else {}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=env | more | under, capture_output=True, text=True, check=True)
+        said.append(done.stdout.split())
+    assert len({name for name, _ in said}) == 3
+    assert said[2][0] == said[3][0]
+    assert [restart for _, restart in said] == ["0", "0", "0", "1"]
+
+
+def test_jsonl_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    model, optimizer, _ = _model()
+    with pytest.raises(UsageError, match="cannot be written"):
+        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[dh.sinks.Jsonl(tmp_path)])
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_console_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    at = [{"param": f"p{i}", "count": 1, "rank": None if i else 3} for i in range(6)]
+    dh.sinks.Console()({"step": 7, "grad_norm": 123.456789, "nonfinite": 6, "nonfinite_at": at})
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert out.startswith(
+        "step 7  grad_norm 123.5  nonfinite 6  nonfinite_at p0 on rank 3, p1 (finite on every rank when measured)"
+    )
+    assert out.endswith("and 2 more\n")

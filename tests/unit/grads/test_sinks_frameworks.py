@@ -19,6 +19,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import sinks
 from disthooks.errors import UsageError
+from tests.support import needs
 from tests.support.logs import measured
 
 BAD_AT = [{"param": f"p{i}", "count": 1, "rank": i} for i in range(6)]
@@ -59,6 +60,8 @@ def _written(sink: Any) -> None:
 
 # --- TensorBoard
 
+needs_tensorboard = needs("tensorboard")
+
 
 def _events(folder: pathlib.Path) -> Any:
     accumulator = pytest.importorskip(
@@ -71,16 +74,16 @@ def _scalars(folder: pathlib.Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in _events(folder).Scalars(tag)]
 
 
+@needs_tensorboard
 def test_tensorboard_has_the_norms_of_a_run(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     norms = _train(sinks.TensorBoard(tmp_path / "a" / "run", prefix="train/"))
     found = _scalars(tmp_path / "a" / "run", "train/grad_norm")
     assert [step for step, _ in found] == [0, 1, 2]
     assert [value for _, value in found] == pytest.approx(norms, rel=1e-6)
 
 
+@needs_tensorboard
 def test_tensorboard_has_text_and_histograms(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     _written(sinks.TensorBoard(tmp_path))
     events = _events(tmp_path)
     assert [event.value for event in events.Scalars("gradients/grad_norm")] == [0.5, math.inf]
@@ -98,15 +101,15 @@ def test_tensorboard_has_text_and_histograms(tmp_path: pathlib.Path) -> None:
     assert (value.bucket_limit, value.bucket) == ([1.0, 2.0, 4.0, 4.0], [0.0, 3.0, 1.0, 0.0])
 
 
+@needs_tensorboard
 def test_tensorboard_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"TensorBoard: '.*file' cannot be written: File exists"):
         _train(sinks.TensorBoard(tmp_path / "file"))
 
 
+@needs_tensorboard
 def test_two_attachments_share_a_directory(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     sink = sinks.TensorBoard(tmp_path)
     first, second = sink.open(), sink.open()
     first({"step": 0, "a": 1.0})
@@ -136,17 +139,17 @@ def _ends(sink: str, end: str, folder: pathlib.Path, before: str = "") -> subpro
     )
 
 
+@needs_tensorboard
 @pytest.mark.second_tier
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "raise KeyError('batch')", "sys.exit()"])
 def test_tensorboard_has_the_last_step_when_the_process_ends(end: str, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     done = _ends("dh.sinks.TensorBoard('run')", end, tmp_path)
     assert [step for step, _ in _scalars(tmp_path / "run", "gradients/grad_norm")] == [0, 1, 2], done.stderr
 
 
+@needs_tensorboard
 @pytest.mark.second_tier
 def test_tensorboard_has_what_was_logged_when_the_process_is_killed(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     script = """
 import os, disthooks as dh
 opened = dh.sinks.TensorBoard("run").open()

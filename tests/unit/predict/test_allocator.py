@@ -1,12 +1,8 @@
-"""torch's caching allocator, rule by rule, and against a slow model of the same rules."""
+"""torch's caching allocator, rule by rule, and a recorded snapshot."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from disthooks.predict.hardware.allocator import (
     CachingAllocator,
@@ -17,9 +13,7 @@ from disthooks.predict.hardware.allocator import (
 )
 from disthooks.predict.recording.record import Allocation, Change, StepRecord
 
-KiB, MiB = 1 << 10, 1 << 20
-
-
+MiB = 1 << 20
 Events = list[tuple[int, int]]
 
 
@@ -105,14 +99,6 @@ def test_what_does_not_fit_says_what_did(events: Events, limit: int, allocated: 
     assert (report.fits, report.allocated_peak) == (False, allocated * MiB)
 
 
-def test_of_two_equal_blocks_the_lower_address_is_taken() -> None:
-    allocator = CachingAllocator()
-    first, second = allocator.allocate(16 * MiB), allocator.allocate(16 * MiB)
-    allocator.free(second)
-    allocator.free(first)
-    assert allocator.allocate(16 * MiB).address == min(first.address, second.address)
-
-
 def test_a_recorded_step_gives_births_deaths_and_resizes() -> None:
     """As FSDP does it: a storage is freed to 0 bytes and comes back. What lies in the host's memory is left out."""
     record = StepRecord()
@@ -170,110 +156,3 @@ def test_the_parameters_of_resnet18_lie_as_in_a_recorded_snapshot() -> None:
     assert {each[0] for each in by_segment.values()} - {each[0] for each in large} == {1_756_992, 1_703_936}
     assert image.before is None
     assert allocator.reserved == 3 * 20 * MiB + 3 * 2 * MiB
-
-
-# -- any sequence
-
-
-@dataclasses.dataclass
-class Slow:
-    """The rules, without any structure that makes them fast: lists of [size, tensor]."""
-
-    limit: int | None
-    segments: dict[int, tuple[bool, list[list[int | None]]]] = dataclasses.field(default_factory=dict)
-    made: int = 0
-
-    def reserved(self) -> int:
-        return sum(size or 0 for _, blocks in self.segments.values() for size, _ in blocks)
-
-    def allocated(self) -> int:
-        return sum(size or 0 for _, blocks in self.segments.values() for size, used in blocks if used is not None)
-
-    def allocate(self, tensor: int, nbytes: int) -> bool:
-        size = -(-nbytes // 512) * 512
-        is_small = size <= MiB
-        best: tuple[int, int, int] | None = None
-        for number, (small, blocks) in self.segments.items():
-            for i, (room, used) in enumerate(blocks):
-                assert room is not None
-                if small == is_small and used is None and room >= size and (best is None or room < best[0]):
-                    best = (room, number, i)
-        if best is None:
-            room = 2 * MiB if is_small else 20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB
-            if self.limit is not None and self.reserved() + room > self.limit:
-                self.segments = {k: v for k, v in self.segments.items() if len(v[1]) > 1 or v[1][0][1] is not None}
-                if self.reserved() + room > self.limit:
-                    return False
-            best = (room, self.made, 0)
-            self.segments[self.made] = (is_small, [[room, None]])
-            self.made += 1
-        room, number, i = best
-        blocks = self.segments[number][1]
-        blocks[i] = [room, tensor]
-        if room - size >= 512 if is_small else room - size > MiB:
-            blocks[i : i + 1] = [[size, tensor], [room - size, None]]
-        return True
-
-    def free(self, tensor: int) -> None:
-        for _, blocks in self.segments.values():
-            for block in blocks:
-                if block[1] == tensor:
-                    block[1] = None
-            i = 0
-            while i + 1 < len(blocks):
-                if blocks[i][1] is None and blocks[i + 1][1] is None:
-                    blocks[i : i + 2] = [[(blocks[i][0] or 0) + (blocks[i + 1][0] or 0), None]]
-                else:
-                    i += 1
-
-
-_sizes = st.one_of(
-    st.integers(1, 4 * KiB),
-    st.integers(1, 2 * MiB),
-    st.integers(1, 40 * MiB),
-    st.sampled_from([512, MiB, MiB + 1, 10 * MiB, 10 * MiB - 512, 19 * MiB, 19 * MiB - 512, 20 * MiB]),
-)
-#: A positive number is a birth; a negative one the death of the tensor that is so far back among those alive.
-_steps = st.lists(st.one_of(_sizes, st.integers(-8, -1)), max_size=60)
-_limits = st.one_of(st.none(), st.integers(20, 200).map(lambda count: count * MiB))
-
-
-def as_events(steps: list[int]) -> list[tuple[int, int]]:
-    events: list[tuple[int, int]] = []
-    alive: list[int] = []
-    for serial, step in enumerate(steps):
-        if step > 0:
-            events.append((serial, step))
-            alive.append(serial)
-        elif alive:
-            events.append((alive.pop(max(step, -len(alive))), 0))
-    return events
-
-
-@settings(max_examples=300, deadline=None)
-@given(_steps, _limits)
-@example([30 * MiB, 30 * MiB, -1, -1, 60 * MiB], 60 * MiB)
-def test_it_does_what_the_slow_model_does(steps: list[int], limit: int | None) -> None:
-    events, slow = as_events(steps), Slow(limit)
-    allocated = reserved = 0
-    fits = True
-    for tensor, nbytes in events:
-        if nbytes == 0:
-            slow.free(tensor)
-        elif not slow.allocate(tensor, nbytes):
-            fits = False
-            break
-        reserved = max(reserved, slow.reserved())
-        allocated = max(allocated, slow.allocated())
-    report = simulate(events, limit)
-    assert (report.allocated_peak, report.reserved_peak, report.fits) == (allocated, reserved, fits)
-
-
-@settings(max_examples=100, deadline=None)
-@given(_steps)
-def test_what_fits_without_a_limit_fits_under_its_own_peak(steps: list[int]) -> None:
-    """What fits without a limit fits under a limit of the same peak, and more memory never makes it fail."""
-    events = as_events(steps)
-    peak = simulate(events).reserved_peak
-    assert simulate(events, peak).fits
-    assert simulate(events, peak + 2 * MiB).fits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 
@@ -97,20 +96,6 @@ def test_one_copy_of_a_weight_in_a_region(fake: FakeTensorMode) -> None:
     # The copy; the cast input; the outputs of the first linear and of the first einsum, which others read.
     assert once == 2 * 16 * 16 + 2 * 4 * 16 + 2 * 4 * 16 + 2 * 4 * 16
     assert weight.grad.dtype == FP32
-
-
-def test_the_copies_end_with_the_region(fake: FakeTensorMode) -> None:
-    weight = torch.zeros(16, 16, requires_grad=True)
-    with cuda_autocast(), torch.autocast("cuda", BF16):
-        first = autocast._weight_copy(weight, BF16)
-        assert autocast._weight_copy(weight, BF16) is first
-        assert first.grad_fn is not None
-        assert first.dtype == BF16
-    with cuda_autocast(), torch.autocast("cuda", BF16):
-        assert autocast._weight_copy(weight, BF16) is not first
-    with cuda_autocast(), torch.autocast("cuda", BF16, cache_enabled=False):
-        assert F.linear(weight, weight).dtype == torch.einsum("ij,jk->ik", weight, weight).dtype == BF16
-        assert autocast._cast(weight, BF16) is not autocast._cast(weight, BF16)
 
 
 def test_a_model_saves_what_it_saves_under_cudas_autocast(fake: FakeTensorMode) -> None:
@@ -217,40 +202,6 @@ def test_other_ways_to_ask_for_cudas_autocast(fake: FakeTensorMode) -> None:
             assert out.dtype == BF16
         out.sum().backward()
     assert tensor.grad.dtype == FP32
-
-
-def dtypes() -> list[torch.dtype]:
-    """What the CPU's autocast makes of real tensors."""
-    tensor = torch.ones(4, 4, dtype=BF16)
-    weight = torch.ones(4, 4, requires_grad=True)
-    with torch.autocast("cpu"):
-        outs = [
-            tensor.exp(), tensor.sum(), tensor.prod(), tensor.softmax(-1), tensor.cumsum(0), F.layer_norm(tensor, [4]),
-            torch.cat([tensor, weight]), torch.stack([tensor, weight]), F.mse_loss(tensor, tensor), tensor.norm(),
-            F.cross_entropy(tensor, tensor), weight @ weight, torch.einsum("ij,jk->ik", weight, weight),
-            torch.linalg.inv(weight + torch.eye(4)), torch.trace(tensor), torch.fft.fft(tensor).real,
-            F.grid_sample(tensor[None, None], torch.zeros(1, 2, 2, 2, dtype=BF16), align_corners=True),
-            F.binary_cross_entropy(tensor.sigmoid(), tensor),
-        ]  # fmt: skip
-    return [out.dtype for out in outs]
-
-
-def test_real_tensors_of_other_threads_and_everything_afterwards_are_as_before() -> None:
-    functions = [torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__]
-    kernels = {name: has_kernel(name, "AutocastCPU") for name in autocast.differing()}
-    before, state = dtypes(), (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-    found: list[list[torch.dtype]] = []
-    with cuda_autocast():
-        thread = threading.Thread(target=lambda: found.append(dtypes()))
-        thread.start()
-        thread.join()
-    assert found == [before]
-    with pytest.raises(KeyError), cuda_autocast(), torch.autocast("cuda"):
-        raise KeyError
-    assert dtypes() == before
-    assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == state
-    assert [torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__] == functions
-    assert {name: has_kernel(name, "AutocastCPU") for name in kernels} == kernels
 
 
 def test_outside_of_a_region_nothing_is_cast(fake: FakeTensorMode) -> None:

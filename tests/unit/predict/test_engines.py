@@ -81,67 +81,6 @@ def test_plain_holds_everything() -> None:
     assert found["step"]["buffers"] == 12
 
 
-@pytest.mark.parametrize("has_views", [False, True])
-def test_ddp_holds_everything_and_its_buckets(has_views: bool) -> None:
-    options = {"gradient_as_bucket_view": has_views, "bucket_cap_mb": 0.02}
-    found = trained(EngineSpec("ddp", WORLD, options=options))
-    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * TOTAL
-    assert found["backward"]["communication"] == (0 if has_views else 4 * TOTAL), "views are in the buckets"
-    assert found["step"]["communication"] == 4 * TOTAL
-    assert found["step"]["optimizer"] == adam(TOTAL, len(SHAPES))
-
-
-@pytest.mark.parametrize("is_static", [False, True])
-def test_ddp_builds_its_buckets_anew_once(is_static: bool) -> None:
-    """After the first step; with a static graph after the second."""
-    cap = 0.02
-    options = {"bucket_cap_mb": cap, "static_graph": is_static}
-    with fake_world(WORLD), fake_run():
-        prepared = apply_engine(Decoder(), EngineSpec("ddp", WORLD, options=options), torch.optim.SGD)
-        sizes = []
-        for _ in range(3 + is_static):
-            backward(prepared)
-            sizes.append([bucket.nbytes for bucket in prepared.buckets()])
-            prepared.step()
-        assert state_bytes(prepared)["communication"] == 4 * TOTAL + 8 * len(SHAPES) * is_static
-    first, later = sizes[: 1 + is_static], sizes[1 + is_static :]
-    assert first == [[4 * TOTAL]] * (1 + is_static), "one bucket, before the order of the gradients is known"
-    assert later[0] == later[1]
-    assert sum(later[0]) == 4 * TOTAL
-    assert len(later[0]) > 1
-    assert all(size >= cap * 2**20 for size in later[0][:-1]), "a bucket ends with the gradient that fills it"
-
-
-def test_ddp_accumulates_into_its_buckets() -> None:
-    """Without a synchronization gradients are added to what is there, and no bucket is written."""
-    with fake_world(WORLD), fake_run():
-        prepared = apply_engine(Decoder(), EngineSpec("ddp", WORLD, options={"gradient_as_bucket_view": True}))
-        with prepared.model.no_sync():
-            backward(prepared)
-        apart = state_bytes(prepared)
-        backward(prepared)
-        joined = state_bytes(prepared)
-    assert (apart["gradients"], apart["communication"]) == (4 * TOTAL, 4 * TOTAL)
-    assert (joined["gradients"], joined["communication"]) == (4 * TOTAL, 0)
-
-
-@pytest.mark.parametrize("uses_originals", [False, True])
-def test_fsdp1_pads_each_unit(uses_originals: bool) -> None:
-    """Each parameter begins at 16 bytes if there are original parameters; the whole is divided evenly."""
-    found = trained(EngineSpec("fsdp1", WORLD, options={"use_orig_params": uses_originals}))
-    layer = [tuple(weight.shape) for weight in Decoder().layers[0].parameters()]
-    rest = [SHAPES[0], *SHAPES[-2:]]
-    align = 4 if uses_originals else 1
-    shard = sum(math.ceil(_flat(unit, align) / WORLD) for unit in (layer, layer, rest))
-    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * shard
-    assert found["step"]["optimizer"] >= 8 * (shard - 3 * align)
-
-
-def _flat(shapes: list[tuple[int, ...]], align: int) -> int:
-    *others, last = map(math.prod, shapes)
-    return sum(math.ceil(size / align) * align for size in others) + last
-
-
 NAMED_BY_THE_PLAN = 2 * (4 * 37 * 24 + 3 * 37 * 56)
 CUT = [
     (37,),
@@ -181,36 +120,7 @@ def test_fsdp2_first_and_last_rank() -> None:
     assert largest["parameters"] == smallest["parameters"]
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
-def test_mixed_precision_keeps_the_state_in_fp32(kind: str) -> None:
-    plain, mixed = (trained(EngineSpec(kind, 8, dtype=dtype)) for dtype in (None, torch.bfloat16))
-    assert plain == mixed
-
-
 # ------------------------------------------------------------------------------------------------------------ DeepSpeed
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_1_and_2_divide_a_flat_buffer(stage: int) -> None:
-    options = {"zero_optimization": {"reduce_bucket_size": 10_000}}
-    found = trained(EngineSpec(f"zero{stage}", WORLD, dtype=torch.bfloat16, options=options))
-    flat = math.ceil(TOTAL / (2 * WORLD)) * 2 * WORLD  # NCCL's alignment of 4 bytes, on each rank
-    assert found["step"]["parameters"] == 2 * flat
-    assert found["step"]["master"] == 4 * flat // WORLD
-    assert found["step"]["optimizer"] == adam(flat // WORLD, 1)
-
-
-@pytest.mark.second_tier
-def test_zero_3_divides_each_parameter() -> None:
-    world = 64
-    options = {"zero_optimization": {"reduce_bucket_size": 10_000, "stage3_param_persistence_threshold": 0}}
-    found = trained(EngineSpec("zero3", world, dtype=torch.bfloat16, options=options))["step"]
-    shard = sum(math.ceil(math.prod(shape) / world) for shape in SHAPES)
-    assert found["parameters"] == 2 * shard
-    assert found["master"] == 4 * shard
-    assert found["optimizer"] == adam(shard, 1)
-    assert found["host"] == 0
 
 
 @pytest.mark.second_tier
@@ -372,16 +282,6 @@ def test_the_model_names_its_blocks() -> None:
     model: Any = Mixture()
     model._no_split_modules = ["Expert", "NotThere"]
     assert block_classes(model) == ("Expert",)
-
-
-def test_units_are_named() -> None:
-    for kind in ("fsdp1", "fsdp2"):
-        with fake_world(4), fake_run():
-            assert apply_engine(Decoder(), EngineSpec(kind, 4)).units == ("", "layers.0", "layers.1")
-            assert apply_engine(Decoder(), EngineSpec(kind, 4, wrap="Attention")).units[1:] == (
-                "layers.0.attention",
-                "layers.1.attention",
-            )
 
 
 def test_what_dtensor_remembers_of_one_rank_is_not_used_for_another() -> None:

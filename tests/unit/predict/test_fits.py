@@ -167,7 +167,7 @@ def test_the_largest_batch_is_the_one_that_bisection_over_real_steps_finds(name:
     wanted = 4 + len(name) % 5
     situation = Situation(device="cpu", loss=oracle.loss_of)
     model, inputs = zoo.build(name, batch=wanted)
-    limit = oracle.measure(model, inputs, tracker=False).peak_bytes + 1000
+    limit = oracle.measure(model, inputs).peak_bytes + 1000
     found = fits(Builder(zoo.ZOO[name]), situation, limit, sizes=["batch"]).batch
     assert found.size is not None
     assert found.size == oracle.largest_batch(lambda batch: zoo.build(name, batch=batch), limit, most=64)
@@ -190,8 +190,5 @@ def test_a_model_that_takes_multiples_alone_is_asked_for_multiples_of_what_was_g
     found = fits(Builder(Dozens(), (torch.empty(start, 64),)), situation, 1_000_000, sizes=["batch"]).batch
     assert found.size is not None
     assert (found.size % start, found.next_size, found.end) == (0, found.size + start, "limit")
-    peaks = [
-        oracle.measure(Dozens(), torch.ones(size, 64), tracker=False).peak_bytes
-        for size in (found.size, found.size + start)
-    ]
+    peaks = [oracle.measure(Dozens(), torch.ones(size, 64)).peak_bytes for size in (found.size, found.size + start)]
     assert peaks == [found.nbytes, found.next_nbytes]

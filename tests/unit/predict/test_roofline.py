@@ -18,7 +18,6 @@ from disthooks.predict.hardware.devices import device_named
 from disthooks.predict.hardware.roofline import HOST_CALL, phase_seconds, seconds_of
 from disthooks.predict.recording.costs import Cost, cost, may_use_tf32
 from disthooks.predict.recording.record import Operator
-from disthooks.predict.recording.recorder import Recorder
 
 aten = torch.ops.aten
 
@@ -49,28 +48,40 @@ def added(costs: Iterable[Cost]) -> Cost:
     return Cost(flops, read, written)
 
 
-def cost_of(run: Callable[..., Any], *args: Any) -> Cost:
-    """The cost of the operators of ``run``, all in one."""
-    with Costs() as costs:
-        run(*args)
-    return added(each for _, each in costs.found)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 # -- closed formulas
 
+X, Y, ROW = torch.empty(64, 32, device="meta"), torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")
+WHOLE = X.nbytes
+TABLE, AT = torch.empty(50_000, 64, device="meta"), torch.empty(10, dtype=torch.int64, device="meta")
+ROWS = 10 * 64 * 4
+#: What runs, and its operations, the bytes that it reads and those that it writes.
+COSTS: dict[str, tuple[Callable[[], Any], tuple[int, int, int]]] = {
+    "a product": (lambda: X @ Y.t(), (2 * 64 * 32 * 64, 2 * WHOLE, 64 * 64 * 4)),
+    "a product and a sum": (lambda: torch.addmm(ROW, X, X[:32]), (2 * 64 * 32 * 32, WHOLE + WHOLE // 2 + 128, WHOLE)),
+    "products": (lambda: torch.bmm(X[None], Y.t()[None]), (2 * 64 * 32 * 64, 2 * WHOLE, 64 * 64 * 4)),
+    "a sum": (lambda: X + Y, (0, 2 * WHOLE, WHOLE)),
+    "a sum with a row": (lambda: X + ROW, (0, WHOLE + 128, WHOLE)),
+    "a sum with an expanded row": (lambda: X + ROW.expand(64, 32), (0, WHOLE + 128, WHOLE)),
+    "a reshape that copies": (lambda: X + X.t().reshape(64, 32), (0, 3 * WHOLE, 2 * WHOLE)),
+    "a cast": (lambda: X.to(torch.bfloat16), (0, WHOLE, WHOLE // 2)),
+    "a reduction": (lambda: X.sum(), (0, WHOLE, 4)),
+    "in place": (lambda: X.add_(Y), (0, 2 * WHOLE, WHOLE)),
+    "in place, a number": (lambda: X.add_(1), (0, WHOLE, WHOLE)),
+    "lists": (lambda: torch._foreach_add_([X, Y], 1.0), (0, 2 * WHOLE, 2 * WHOLE)),
+    "views": (lambda: (X.t(), X.detach(), X.unbind(), X.view(-1), X[2:4, ::2], X.expand(3, 64, 32)), (0, 0, 0)),
+    "memory alone": (lambda: (torch.empty_like(X), X.new_empty(7)), (0, 0, 0)),
+    "an embedding": (lambda: nn.functional.embedding(AT, TABLE), (0, ROWS + 80, ROWS)),
+    "rows of a table": (lambda: TABLE[AT], (0, ROWS + 80, ROWS)),
+    "sums of rows": (lambda: TABLE.index_add_(0, AT, TABLE[:10]), (0, 2 * (ROWS + 80), ROWS + 80)),
+}
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_of_matrices(dtype: torch.dtype) -> None:
-    m, k, n, b, size = 96, 160, 224, 3, dtype.itemsize
-    a, c, bias = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype), meta(n, dtype=dtype)
-    assert cost_of(torch.mm, a, c) == Cost(2 * m * k * n, (m * k + k * n) * size, m * n * size)
-    assert cost_of(torch.addmm, bias, a, c) == Cost(2 * m * k * n, (m * k + k * n + n) * size, m * n * size)
-    batch = meta(b, m, k, dtype=dtype), meta(b, k, n, dtype=dtype)
-    assert cost_of(torch.bmm, *batch) == Cost(2 * b * m * k * n, b * (m * k + k * n) * size, b * m * n * size)
+
+@pytest.mark.parametrize("name", COSTS)
+def test_operations_and_bytes_of_an_operator(name: str) -> None:
+    run, wanted = COSTS[name]
+    with Costs() as costs:
+        run()
+    assert added(each for _, each in costs.found)[:3] == wanted
 
 
 @pytest.mark.parametrize(("groups", "stride"), [(1, 1), (4, 1), (8, 2), (1, 2)])
@@ -92,107 +103,29 @@ def test_a_convolution_and_its_backward(groups: int, stride: int, transposed: bo
         assert counter.get_total_flops() == 3 * products
 
 
-def test_a_convolution_whose_input_needs_no_gradient() -> None:
-    x, w = torch.randn(2, 8, 12, 12), torch.randn(16, 8, 3, 3, requires_grad=True)
-    with Costs() as costs:
-        torch.conv2d(x, w).sum().backward()
-    assert costs.of(aten.convolution_backward).flops == costs.of(aten.convolution).flops
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_fused_lstm_of_cudnn(layers: int, bidirectional: bool) -> None:
-    t, b, i, h, ways = 7, 3, 10, 12, 2 if bidirectional else 1
-    weights = []
-    for layer in range(layers):
-        for _ in range(ways):
-            weights += [meta(4 * h, i if layer == 0 else ways * h), meta(4 * h, h), meta(4 * h), meta(4 * h)]
-    state = meta(layers * ways, b, h)
-    arguments = [
-        meta(t, b, i),
-        weights,
-        4,
-        None,
-        state,
-        state,
-        2,
-        h,
-        0,
-        layers,
-        False,
-        0.0,
-        True,
-        bidirectional,
-        [],
-        None,
-    ]
-    out = (meta(t, b, ways * h), state, state, meta(1), meta(1))
-    found = cost(aten._cudnn_rnn.default, arguments, {}, out)
-    by_hand = sum(2 * t * b * 4 * h * ((i if layer == 0 else ways * h) + h) * ways for layer in range(layers))
-    assert found.flops == by_hand
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def test_products_of_groups() -> None:
-    groups, rows, k, n = 4, 64, 32, 48
-    tokens, experts = meta(rows, k), meta(groups, k, n)
-    found = cost(aten._grouped_mm.default, (tokens, experts, meta(groups)), {}, meta(rows, n))
-    assert found.flops == 2 * rows * k * n
-    weight_gradient = cost(aten._grouped_mm.default, (meta(k, rows), meta(rows, n)), {}, meta(groups, k, n))
-    assert weight_gradient.flops == 2 * rows * k * n
-    assert cost(aten._grouped_mm.default, (meta(groups, 5, k), experts), {}, meta(groups, 5, n)).flops == 40 * k * n
+    for first, second, out, flops in (
+        (meta(64, 32), meta(4, 32, 48), meta(64, 48), 2 * 64 * 32 * 48),
+        (meta(32, 64), meta(64, 48), meta(4, 32, 48), 2 * 64 * 32 * 48),  # the gradient of the weight
+        (meta(4, 5, 32), meta(4, 32, 48), meta(4, 5, 48), 2 * 4 * 5 * 32 * 48),
+    ):
+        assert cost(aten._grouped_mm.default, (first, second, meta(4)), {}, out).flops == flops
 
 
-# -- bytes
-
-
-def test_elementwise_operators_read_inputs_and_write_outputs() -> None:
-    x, y, row = meta(64, 32), meta(64, 32), meta(32)
-    whole = 64 * 32 * 4
-    assert cost_of(torch.add, x, y) == Cost(0, 2 * whole, whole)
-    assert cost_of(torch.add, x, row) == Cost(0, whole + 128, whole)
-    assert cost_of(lambda: x + x.t().reshape(64, 32)) == Cost(0, 3 * whole, 2 * whole)  # reshape copies
-    assert cost_of(torch.add, x, row.expand(64, 32)) == Cost(0, whole + 128, whole)  # expand reads one row
-    assert cost_of(lambda a: a.to(torch.bfloat16), x) == Cost(0, whole, whole // 2)
-    assert cost_of(torch.sum, x) == Cost(0, whole, 4)
-
-
-def test_in_place_operators_write_what_they_read() -> None:
-    x, y = meta(1000), meta(1000)
-    assert cost_of(x.add_, y) == Cost(0, 8000, 4000)
-    assert cost_of(x.add_, 1) == Cost(0, 4000, 4000)
-    assert cost_of(torch._foreach_add_, [x, y], 1.0) == Cost(0, 8000, 8000)
-    assert cost_of(torch._foreach_mul, [x, y], [y, y]) == Cost(0, 16000, 8000)
-
-
-def test_views_and_empty_memory_are_free() -> None:
-    x, free = torch.randn(8, 6), Cost(0, 0, 0)
-    views = (x.t, x.detach, x.unbind, lambda: x.view(48), lambda: x[2:4, ::2], lambda: x.expand(3, 8, 6))
-    for view in (*views, lambda: x.split(2), lambda: torch.empty_like(x), lambda: x.new_empty(7)):
-        assert cost_of(view) == free
-    assert cost_of(x.clone) != free
-    assert seconds_of(free, device_named("h100")) == 0.0
-
-
-def test_tables_are_read_where_they_are_asked() -> None:
-    table, at = meta(50_000, 64), meta(10, dtype=torch.int64)
-    rows = 10 * 64 * 4
-    assert cost_of(nn.functional.embedding, at, table) == Cost(0, rows + 80, rows)
-    assert cost_of(lambda: table[at]) == Cost(0, rows + 80, rows)
-    assert cost_of(table.index_add_, 0, at, meta(10, 64)) == Cost(0, 2 * (rows + 80), rows + 80)
-    assert cost_of(lambda: aten.embedding_dense_backward(meta(10, 64), at, 50_000, -1, False)).written == 50_000 * 256
-
-
-def test_a_fused_optimizer_reads_and_writes_four() -> None:
-    parameters = [torch.randn(1000), torch.randn(24)]
-    lists = [[torch.zeros_like(p) for p in parameters] for _ in range(3)]
-    steps = [torch.tensor(1.0) for _ in parameters]
-    found = cost_of(
-        lambda: torch._fused_adamw_(
-            parameters, *lists, [], steps,
-            lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )
-    )  # fmt: skip
-    assert found == Cost(0, 4 * 4096 + 8, 4 * 4096)  # it writes gradients if it unscales them
+@pytest.mark.parametrize("ways", [1, 2])
+def test_a_fused_lstm_of_cudnn(ways: int) -> None:
+    t, b, i, h, layers = 7, 3, 10, 12, 2
+    inputs = [i if layer == 0 else ways * h for layer in range(layers) for _ in range(ways)]
+    weights = [each for n in inputs for each in (meta(4 * h, n), meta(4 * h, h), meta(4 * h), meta(4 * h))]
+    state = meta(layers * ways, b, h)
+    options = (2, h, 0, layers, False, 0.0, True, ways == 2, [], None)
+    out = (meta(t, b, ways * h), state, state, meta(1), meta(1))
+    found = cost(aten._cudnn_rnn.default, (meta(t, b, i), weights, 4, None, state, state, *options), {}, out)
+    assert found.flops == sum(2 * t * b * 4 * h * (n + h) for n in inputs)
 
 
 # -- torch's own counter
@@ -238,31 +171,21 @@ def test_flops_of_a_training_step_are_those_of_torchs_counter(is_fake: bool) -> 
 # -- seconds
 
 
-def test_the_longer_of_computing_and_moving_counts() -> None:
+def test_the_longer_of_computing_and_moving_counts_and_small_operators_take_the_hosts_time() -> None:
     device = dataclasses.replace(
         device_named("a100"), bf16=100e12, fp32=10e12, tf32=50e12, fp16=None, fp8=None, bandwidth=1e12,
         matmul_efficiency=0.5, memory_efficiency=0.8,
     )  # fmt: skip
-    by_dtype = {"bfloat16": 0.02, "float32": 0.2, "": 0.2, "tf32": 0.04, "float64": 0.4, "float16": 0.2}
-    for dtype, wanted in by_dtype.items():  # there are no units for float16: as float32
-        assert seconds_of(Cost(10**12, 10**9, 0, dtype), device) == pytest.approx(wanted)
+    # There are no units for float16: as float32.
+    by_dtype = {"bfloat16": 0.02, "float32": 0.2, "tf32": 0.04, "float64": 0.4, "float16": 0.2, "float8_e4m3fn": 0.2}
+    found = {dtype: seconds_of(Cost(10**12, 10**9, 0, dtype), device) for dtype in by_dtype}
+    assert found == pytest.approx(by_dtype)
     assert seconds_of(Cost(10**6, 3 * 10**9, 10**9, "bfloat16"), device) == pytest.approx(0.005)
-    assert seconds_of(Cost(0, 0, 512), device) == HOST_CALL
-
-
-def test_eight_bits_are_multiplied_by_their_own_units() -> None:
-    h100, a100 = device_named("h100"), device_named("a100")
-    fp8, bf16, fp16 = (Cost(2 * 8192**3, 0, 0, dtype) for dtype in ("float8_e4m3fn", "bfloat16", "float16"))
-    assert seconds_of(fp8, h100) < 0.51 * seconds_of(bf16, h100)
-    assert seconds_of(fp8, a100) == seconds_of(fp16, a100)
-
-
-def test_a_step_of_small_operators_takes_the_hosts_time() -> None:
-    h100 = device_named("h100")
     long = Operator("aten.mm", "forward", 0, flops=10**15, dtype="bfloat16")
     short = Operator("aten.add", "backward", 0, read=512, written=512)
-    found = phase_seconds([long, *[short] * 1000], h100)
-    assert found == {"forward": seconds_of(long, h100), "backward": pytest.approx(1000 * HOST_CALL)}
+    assert phase_seconds([long, *[short] * 1000], device) == pytest.approx(
+        {"forward": seconds_of(long, device), "backward": 1000 * HOST_CALL}
+    )
 
 
 def test_tf32_follows_torchs_settings() -> None:
@@ -276,16 +199,3 @@ def test_tf32_follows_torchs_settings() -> None:
                 assert may_use_tf32(aten.addmm) is not flag
         finally:
             torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def test_a_record_has_the_costs_of_its_calls() -> None:
-    with FakeTensorMode():
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 36))
-        x = torch.randn(2, 3, 8, 8)
-        with Recorder(model) as recorder:
-            model(x).sum().backward()
-    by_name = {each.name: each for each in recorder.record.operators}
-    assert {each.dtype for each in recorder.record.operators} == {"float32", "tf32"}
-    convolution, product = by_name["aten.convolution"], by_name["aten.addmm"]
-    assert (convolution.dtype, convolution.flops) == ("tf32", 2 * 2 * 4 * 36 * 27)
-    assert (product.dtype, product.flops) == ("float32", 2 * 2 * 4 * 36 * 36)

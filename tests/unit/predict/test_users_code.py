@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 def compared(name: str, autocast: oracle.MakeContext | None = None) -> Beside:
     make, inputs = MODELS[name]
     said = explain(make, *inputs, device="cpu", loss=oracle.loss_of, autocast=autocast and torch.bfloat16)
-    return Beside(said, oracle.measure(make(), inputs, autocast, tracker=False))
+    return Beside(said, oracle.measure(make(), inputs, autocast))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
+import functools
 import gc
 import math
-import threading
 import weakref
 from typing import Any
 from unittest import mock
@@ -21,13 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import disthooks as dh
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.report.watch.blame import Blamed
-from disthooks.report.watch.finite import zero_or_nan
+from tests.support.functions import Made
 from tests.support.replicas import data_parallel, replicate
-
-
-def finite(tensor: torch.Tensor, only_nan: bool = False) -> bool | None:
-    flag = zero_or_nan(tensor, only_nan)
-    return None if flag is None else float(flag) == 0
+from tests.support.threads import together
 
 
 class Log(nn.Module):
@@ -59,6 +54,14 @@ class Net(nn.Module):
 def only(found: Any) -> Blamed:
     (one,) = found.report().found
     return one
+
+
+def blamed(model: nn.Module, *batches: torch.Tensor) -> Blamed:
+    """Who is blamed for forwards of these batches."""
+    with dh.blame(model) as found, torch.no_grad():
+        for batch in batches:
+            model(batch)
+    return only(found)
 
 
 def test_the_one_that_made_it_and_not_those_after_it() -> None:
@@ -119,31 +122,15 @@ def test_a_bad_batch_is_blamed_on_nobody() -> None:
 
 
 def test_another_that_makes_one_later_does_not_excuse_the_batch() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.log = nn.Linear(3, 3), Log()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.left(x) + self.log(torch.zeros(3))
-
-    with dh.blame(model := Branches()) as found:
-        model(torch.full((2, 3), math.nan))
-    assert only(found) == Blamed(0, 0, "left", "Linear", 0, False, True, "left")
+    branches = Made(lambda left, log, x: left(x) + log(torch.zeros(3)), nn.Linear(3, 3), Log())
+    assert blamed(branches, torch.full((2, 3), math.nan)) == Blamed(
+        0, 0, "parts.0", "Linear", 0, False, True, "parts.0"
+    )
 
 
 def test_an_output_that_is_changed_in_place_afterwards() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x).zero_().sub_(1).log_()
-
-    with dh.blame(model := InPlace()) as found, torch.no_grad():
-        model(torch.ones(2, 3))
-    assert only(found) == Blamed(0, 0, "", "InPlace", 0, True, True, "")
+    in_place = Made(lambda fc, x: fc(x).zero_().sub_(1).log_(), nn.Linear(3, 3))
+    assert blamed(in_place, torch.ones(2, 3)) == Blamed(0, 0, "", "Made", 0, True, True, "")
 
 
 def test_weights_are_looked_at_in_every_forward() -> None:
@@ -165,19 +152,9 @@ def test_forwards_of_data_parallel_are_its_own() -> None:
 
 
 def test_the_call_that_made_it_is_counted_in_its_forward() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.log = Log()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.log(self.log(x * 0 + 4).abs() + 2) + self.log(x)
-
-    model = Twice()
-    with dh.blame(model) as found:
-        model(torch.full((2,), 2.0))
-        model(torch.full((2,), -2.0))
-    assert only(found) == Blamed(0, 1, "log", "Log", 2, True, True, "log")
+    twice = Made(lambda log, x: log(log(x * 0 + 4).abs() + 2) + log(x), Log())
+    found = blamed(twice, torch.full((2,), 2.0), torch.full((2,), -2.0))
+    assert found == Blamed(0, 1, "parts.0", "Log", 2, True, True, "parts.0")
 
 
 @dataclasses.dataclass
@@ -195,13 +172,7 @@ class BaseModelOutput(collections.OrderedDict):
     "made", [lambda t: {"a": [t, None]}, lambda t: Output(None, [t]), lambda t: (1, (t,)), BaseModelOutput]
 )
 def test_outputs_in_whatever_they_are_nested(made: Any) -> None:
-    class Odd(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return made(x.log())
-
-    with dh.blame(Odd()) as found:
-        found._model(torch.tensor([-1.0]))
-    assert only(found).module == ""
+    assert blamed(Made(lambda x: made(x.log())), torch.tensor([-1.0])).module == ""
 
 
 @pytest.mark.parametrize("place", [0, 64, 998])
@@ -209,25 +180,20 @@ def test_outputs_in_whatever_they_are_nested(made: Any) -> None:
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.complex64], ids=str
 )
 def test_every_dtype_and_place(dtype: torch.dtype, place: int) -> None:
-    tensor = torch.ones(999).to(dtype)
-    largest = torch.finfo(dtype).max
-    tensor[0], tensor[1] = largest, -largest
-    assert finite(tensor)
+    """The largest numbers are finite. With ``only_nan`` infinity is no fault."""
+    good = torch.ones(999).to(dtype)
+    good[0], good[1] = torch.finfo(dtype).max, -torch.finfo(dtype).max
     for value in (math.nan, math.inf, -math.inf):
-        bad = tensor.clone()
+        bad = good.clone()
         bad[place] = value
-        assert not finite(bad)
-        assert finite(bad, only_nan=True) == (not math.isnan(value))
-        assert not finite(bad.view(27, 37).t())
-
-
-def test_what_has_no_elements_or_no_memory_is_not_looked_at() -> None:
-    assert finite(torch.ones(0)) is None
-    assert finite(torch.ones(3, device="meta")) is None
-    freed = torch.ones(3)
-    freed.untyped_storage().resize_(0)
-    assert finite(freed) is None
-    assert not finite(torch.tensor([0.0, math.nan]).to_sparse())
+        for made in (bad, bad.view(27, 37).t()):
+            model = Made(lambda x, made=made: made if x.any() else good)
+            with dh.blame(model) as found, dh.blame(model, only_nan=True) as lenient:
+                model(torch.zeros(1))
+                assert found.report().found == ()
+                model(torch.ones(1))
+            assert only(found).forward == 1
+            assert len(lenient.report().found) == math.isnan(value)
 
 
 def train(attach: bool) -> tuple[list[torch.Tensor], Any]:
@@ -281,16 +247,6 @@ def test_nothing_is_kept_alive_and_pending_is_bounded() -> None:
     assert only(found).forward == 61
 
 
-def test_hooks_leave_and_do_not_follow_copies() -> None:
-    model = Net()
-    with dh.blame(model) as found:
-        copied = copy.deepcopy(model)
-        copied(torch.full((4, 3), math.nan))
-        assert found.calls == 0
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert "torch.compile ran the model without Python" in str(found.report())
-
-
 class Checked(nn.Module):
     """A layer, and a block under a checkpoint."""
 
@@ -323,17 +279,6 @@ class Root(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().sqrt()
-
-
-class Between(nn.Module):
-    """A root in its own code, between two children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last((self.first(x) * 0).sqrt())
 
 
 def rooted(is_zero: bool = False) -> nn.Module:
@@ -371,11 +316,12 @@ def test_what_comes_first_is_reported() -> None:
 
 
 def test_a_nan_of_the_code_between_children_in_backward() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Between(), nn.Linear(3, 3))
+    between = Made(lambda first, last, x: last((first(x) * 0).sqrt()), nn.Linear(3, 3), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), between, nn.Linear(3, 3))
     with dh.blame(model) as found:
         model(torch.ones(4, 3)).sum().backward()
-    assert only(found) == Blamed(0, 0, "1", "Between", 0, True, True, "1.first", in_backward=True)
-    assert str(only(found)).endswith("that of its input was not; first seen at the input of 1.first, inside it")
+    assert only(found) == Blamed(0, 0, "1", "Made", 0, True, True, "1.parts.0", in_backward=True)
+    assert str(only(found)).endswith("that of its input was not; first seen at the input of 1.parts.0, inside it")
 
 
 def test_a_nan_of_the_loss_is_blamed_on_no_module() -> None:
@@ -406,23 +352,12 @@ def test_a_nan_of_backward_under_a_checkpoint(reentrant: bool) -> None:
 
 
 def test_no_hook_stays_on_a_leaf_or_keeps_the_model() -> None:
-    class Tied(nn.Module):
-        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return x @ weight
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.tied = nn.Parameter(torch.ones(3, 3)), Tied()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.tied(x, self.weight)
-
-    model = Whole()
+    weight = nn.Parameter(torch.ones(3, 3))
+    model = Made(lambda tied, x: tied(x, weight), Made(torch.matmul))
     found = dh.blame(model)
     out = model(torch.ones(2, 3, requires_grad=True))
-    assert not model.weight._backward_hooks
-    alive = weakref.ref(model.tied)
+    assert not weight._backward_hooks
+    alive = weakref.ref(model.parts[0])
     found.remove()
     del model, found
     gc.collect()
@@ -489,20 +424,6 @@ def test_submodules_called_by_themselves_and_without_grad() -> None:
     assert only(found) == Blamed(0, 0, "one.first", "Linear", 1, False, True, "one.first")
 
 
-def _in_threads(replicas: list[nn.Module], batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of the replicas, whose forwards run in threads of their own."""
-    outputs = list[torch.Tensor]()
-    threads = [
-        threading.Thread(target=lambda run=run, x=x: outputs.append(run(x)))
-        for run, x in zip(replicas, batches, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outputs
-
-
 def test_replicas_in_threads() -> None:
     model = Net()
     with dh.blame(model) as found:
@@ -510,7 +431,8 @@ def test_replicas_in_threads() -> None:
         with torch.no_grad():
             for replica in replicas:
                 replica.one.first.weight.fill_(1e38)
-        _in_threads(replicas, [torch.ones(4, 3), torch.full((4, 3), 1e38)])  # the second overflows; no input is bad
+        batches = torch.ones(4, 3), torch.full((4, 3), 1e38)  # the second overflows; no input is bad
+        together([functools.partial(*each) for each in zip(replicas, batches, strict=True)])
     one = only(found)
     assert (one.inputs_finite, one.weights_finite, one.forward) == (True, True, 0)
     assert one.kind in ("Linear", "Block")
@@ -525,7 +447,7 @@ def test_a_nan_of_backward_in_replicas() -> None:
         with torch.no_grad():
             replicas[1][0].weight.zero_()
             replicas[1][0].bias.zero_()
-        sum(_in_threads(replicas, [torch.ones(4, 3)] * 2)).sum().backward()
+        sum(together([functools.partial(each, torch.ones(4, 3)) for each in replicas])).sum().backward()
     assert only(found) == Blamed(0, 0, "1.0", "Root", only(found).call, True, True, "1.0", in_backward=True)
 
 
@@ -564,11 +486,7 @@ def test_a_mask_is_no_fault() -> None:
     assert found.report().found == ()
     assert "every output was finite" in str(found.report())
 
-    class Mask(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(x, -math.inf).triu(1)
-
-    made = nn.Sequential(Mask(), nn.Softmax(-1))
+    made = nn.Sequential(Made(lambda x: torch.full_like(x, -math.inf).triu(1)), nn.Softmax(-1))
     with dh.blame(made) as strict, dh.blame(made, only_nan=True) as lenient:
         made(torch.ones(3, 3))
     assert only(strict).module == "0"

@@ -6,16 +6,14 @@ import json
 import math
 import pathlib
 import random
-import statistics
 
 import pytest
 import torch
 
 import disthooks as dh
 from disthooks.errors import UsageError
-from disthooks.report import log as log_module
 from disthooks.report.log import Tail, file_of, read
-from disthooks.report.moved import Scores, values_of
+from disthooks.report.moved import values_of
 from tests.support.logs import log
 
 
@@ -104,45 +102,3 @@ def test_a_log_that_grows_is_followed(tmp_path: pathlib.Path) -> None:
         file.write('{"step": 0, "run": "another", "loss": 1.0}\n')
     found = tail.read()
     assert (found.name, found.names["param"]) == ("another", [])
-
-
-def test_a_log_that_grows_is_read_on_from_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = log(tmp_path / "whole.jsonl", steps=300, layers=4).read_text().splitlines(keepends=True)
-    growing, tail, parsed = tmp_path / "growing.jsonl", Tail(tmp_path / "growing.jsonl"), list[bytes]()
-    record_of = log_module.record_of
-    monkeypatch.setattr(log_module, "record_of", lambda line: (parsed.append(line), record_of(line))[1])
-    growing.write_text("".join(whole[:200]))
-    first = tail.read()
-    assert (len(parsed), tail.read()) == (200, first), "what has not grown is not read"
-    with growing.open("a") as file:
-        file.writelines(whole[200:])
-    grown = tail.read()
-    assert (len(parsed), grown.steps) == (300, list(range(300)))
-
-
-def test_a_number_is_compared_with_those_of_the_64_steps_before_it() -> None:
-    """The definition, written out for each number alone, against what computes blocks of steps when it needs them."""
-    chance = torch.Generator().manual_seed(0)
-    logs = torch.randn(150, 5, generator=chance, dtype=torch.float64) * 0.1
-    logs[90:, 2] += 1.0
-    logs[torch.rand(150, 5, generator=chance) < 0.02] += 2.0
-    logs[torch.rand(150, 5, generator=chance) < 0.1] = math.nan
-    wanted, z = [], statistics.NormalDist().inv_cdf(1 - 1e-5)
-    for step in range(12, 150):
-        begin = step - step % 4
-        for place in range(5):
-            before = [float(x) for x in logs[max(0, begin - 64) : begin, place] if x == x]
-            places = range(max(12, begin - 64), begin)
-            unmoved = [float(logs[at, place]) for at in places if (at, place) not in {each[:2] for each in wanted}]
-            usual = statistics.median_low(before)
-            free = max(3.0, 0.37 * len(before))  # Student's t with so many degrees of freedom, approximately
-            chance_of = math.sqrt(free * math.expm1((free - 1.5) / (free - 1) ** 2 * z * z))
-            spread = 1.4826 * statistics.median_low([abs(x - usual) for x in before])
-            above = float(logs[step, place]) - usual
-            far = max([each - usual for each in unmoved if each == each], default=-math.inf)
-            is_far = above > 0.7 and above / max(spread, 0.7 / 12) > max(3.0, chance_of) and above > 2 * far
-            if len(before) >= 12 and is_far:
-                wanted.append((step, place, pytest.approx(10**usual)))
-    found = list(Scores(10**logs).jumps(0.7, 3.0))
-    assert sorted(each[:3] for each in found) == wanted
-    assert len(found) > 10

@@ -22,8 +22,6 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.report.document import curves
-from disthooks.report.log import file_of, read
 from tests.support.command_line import ENV, run
 from tests.support.logs import log
 from tests.support.models import Tiny, step, tokens
@@ -228,14 +226,6 @@ def test_report_names_a_rule_only_if_the_run_has_it_not(rules: list[str], tmp_pa
     records[0]["about"] = {"rules": rules, "ranks": 1}
     (culprit,) = reported(tmp_path, [*records, bad])["culprits"]
     assert ("SkipNonFinite leaves such steps out" in culprit["advice"]) == (not rules)
-
-
-def test_the_page_draws_the_peak_under_its_budget(tmp_path: pathlib.Path) -> None:
-    lines = [{"step": at, "saved/peak": 5.0 + at, "saved/budget": 9.0} for at in range(3)]
-    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (drawn,) = curves(read(file_of(tmp_path)).runs[0], [])
-    assert (drawn["title"], drawn["unit"]) == ("Peak and its budget, on the first rank", "bytes")
-    assert [line["values"] for line in drawn["lines"]] == [[5.0, 6.0, 7.0], [9.0, 9.0, 9.0]]
 
 
 def test_a_prediction_beside_the_log_may_hold_anything(tmp_path: pathlib.Path) -> None:

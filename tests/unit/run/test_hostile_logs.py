@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from disthooks.run.cli import output
 from disthooks.run.cli.app import app
 from tests.support.logs import log
 
@@ -51,18 +50,6 @@ def test_no_escape_sequence_of_a_log_reaches_the_terminal(tmp_path: pathlib.Path
         assert told[EVIL].count("\n") == told[""].count("\n")
         if words[0] != "watch":  # which ends with a run that has no names
             assert "\\x1b[2J\\x1b]0;t\\x07\\x9b31m\\u202e\\n\\rx[red]" in told[EVIL]
-
-
-def test_whatever_prints_prints_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    output.line(EVIL)
-    output.line(EVIL + "\ud800", error=True)
-    output.console().print(EVIL)
-    output.console().print(output.table([[EVIL, 1]], [EVIL, ""], title=EVIL))
-    output.console().print(output.styled(EVIL, "red"))
-    out, err = capsys.readouterr()
-    assert is_plain(out + err)
-    assert err == "\\x1b[2J\\x1b]0;t\\x07\\x9b31m\\u202e\\n\\rx[red]\\ud800\n"
-    assert out.count("[red]") == 6
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device"])

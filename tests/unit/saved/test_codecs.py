@@ -78,22 +78,6 @@ def test_lossless_is_bit_exact(name: str, shape: tuple, dtype: torch.dtype, zero
     assert sum(part.nbytes for part in parts) < x.nbytes or (len(parts) == 1 and parts[0] is x)
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless_on_what_lies_otherwise_in_memory(name: str) -> None:
-    codec = made(LOSSLESS, name)
-    x = torch.relu(torch.randn(40, 50))
-    for odd in (
-        x.t(),
-        x[::2, 1::3],
-        x[3],
-        x.expand(2, 40, 50),
-        (x > 0).t(),
-        torch.complex(x, x).conj(),
-        x.sign().neg(),
-    ):
-        assert torch.equal(round_trip(codec, odd), odd)
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_compact_packs_zeros_and_keeps_signs(dtype: torch.dtype) -> None:
     x = torch.zeros(1001, dtype=dtype)
@@ -124,28 +108,6 @@ def test_compact_gets_smaller_or_leaves_it() -> None:
     barely = torch.ones(10_000)
     barely[:2700] = 0  # 73% and a bitmap of 3%
     assert dh.Compact().encode(barely)[0][0] is barely
-
-
-@pytest.mark.parametrize("name", LOSSY)
-@settings(deadline=None, max_examples=60)
-@given(
-    shape=st.sampled_from(SHAPES) | st.tuples(st.integers(0, 20), st.integers(0, 40)),
-    dtype=st.sampled_from(FLOATS),
-    power=st.integers(-4, 4),
-    seed=st.integers(0, 1000),
-)
-def test_lossy_is_close_in_every_dtype_and_shape(
-    name: str, shape: tuple, dtype: torch.dtype, power: int, seed: int
-) -> None:
-    codec = made(LOSSY, name)
-    assert codec.lossy
-    x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10.0**power).to(dtype)
-    back = round_trip(codec, x)
-    assert torch.isfinite(back).all()
-    coarse = {4: 1 / 7, 8: 1 / 127}.get(getattr(codec, "bits", 0), 0.13)
-    if x.numel():
-        most = x.double().abs().max()
-        assert (back.double() - x.double()).abs().max() <= (coarse + torch.finfo(dtype).eps) * most + 1e-7
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -367,20 +329,6 @@ def test_relative_error() -> None:
     assert relative_error(torch.tensor([1j]), torch.tensor([2j])) == 0.5
 
 
-def test_relative_error_of_pieces_is_that_of_the_whole() -> None:
-    """13 million elements in other orders of memory, with some that are not finite."""
-    exact = torch.randn(3, 64, 260, 257).to(memory_format=torch.channels_last)
-    exact[0, 0, 0, 0], exact[2, 5, 6, 7] = math.inf, math.nan
-    approximate = (exact * 1.01).contiguous()
-    finite = exact.isfinite()
-    truth = (approximate - exact)[finite].double().norm() / exact[finite].double().norm()
-    assert float(relative_error(approximate, exact)) == pytest.approx(float(truth), rel=1e-9)
-    assert float(relative_error(exact, exact)) == 0
-    approximate[2, 0, 0, 0] = math.nan
-    assert float(relative_error(approximate, exact)) == math.inf
-    assert float(relative_error(torch.zeros(9_000_000), torch.zeros(9_000_000))) == 0
-
-
 @pytest.mark.skipif(not dh.memory.reset_peak_resident(), reason="the system does not tell the peak of resident memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relative_error_needs_little_memory(dtype: torch.dtype) -> None:
@@ -392,20 +340,3 @@ def test_relative_error_needs_little_memory(dtype: torch.dtype) -> None:
     assert dh.memory.reset_peak_resident()
     assert float(relative_error(approximate, exact)) == pytest.approx(0.5)
     assert dh.memory.peak_resident() - before < 160 << 20
-
-
-def test_the_noise_is_even_and_independent() -> None:
-    """Each of 16 bits, either half of a word, neighbours, and tensors at one place and at another: five sigma."""
-    from disthooks import _hashing
-
-    cpu, n = torch.device("cpu"), 2**20
-    one, two = (_hashing.rounding_noise(n, _hashing.draw_key(cpu), 0, cpu) for _ in range(2))
-    across = torch.stack([_hashing.rounding_noise(64, _hashing.draw_key(cpu), 0, cpu) for _ in range(n // 64)]).view(-1)
-    for drawn in (one[::2], one[1::2], across[::2], across[1::2]):
-        for bit in range(1, 16):
-            assert abs(float((drawn >> bit & 1).double().mean()) - 0.5) * 2 * (n / 2) ** 0.5 < 5, bit
-        assert (drawn & 1).all()
-    halves = torch.stack([one[::2], one[1::2], two[::2], two[1::2], one[::2].roll(1), two[1::2].roll(-1)]).double()
-    off = torch.corrcoef(halves) - torch.eye(6, dtype=torch.float64)
-    assert off.abs().max() * (n / 2) ** 0.5 < 5
-    assert torch.equal(_hashing.rounding_noise(100, (1, 2), 40, cpu), _hashing.rounding_noise(140, (1, 2), 0, cpu)[40:])

@@ -38,16 +38,6 @@ def test_no_mixture_of_whole_groups_is_cheaper(seed: int) -> None:
         assert found.seconds <= seconds_of(kinds, again, excess, rates) + 1e-9
 
 
-def test_what_does_not_fit_into_the_host_moves_to_the_disk_beside_it() -> None:
-    disk = Rates(10.0, 20.0, out=2.0, back=1.0)
-    both = Rates(10.0, 20.0, out=1.0, back=1.0, tensor=1.0, room=15.0, then=disk)
-    assert both.moving(9) == 0.0, "nine seconds of forward are hidden"
-    assert both.moving(15) == 6, "no more of backward than of it"
-    assert both.moving(25) == 6 + 10, "ten bytes on the disk take 20 seconds, of which ten are hidden"
-    assert both.corners() == (0.0, 9.0, 15.0, 20.0, 35.0)
-    assert Rates(10.0, 20.0, out=1.0, back=1.0, room=15.0).corners() == (0.0, 10.0, 20.0), "there is no other place"
-
-
 class Step:
     """Steps of a model of twelve layers in checkpoints, whose seconds are those of ``truth`` and not of a clock.
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks import _streams, _torch
+from disthooks import _torch
 from disthooks._torch import in_graph_memory
 from disthooks.errors import AttachError
 
@@ -21,11 +21,6 @@ from disthooks.errors import AttachError
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "capturing", lambda: True)
-
-
-def test_nothing_is_captured_here() -> None:
-    assert not _torch.capturing()
-    _streams.refuse_capture("nobody", "nothing")
 
 
 def test_a_build_for_cuda_without_a_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,26 +78,22 @@ def node() -> Iterator[types.SimpleNamespace]:
     container.tree_manager = None
 
 
-def test_memory_of_the_compilers_graphs_is_recognised(node: types.SimpleNamespace) -> None:
-    inside, outside = torch.ones(3), torch.ones(3)
-    node.tensors.append(inside)
-    assert in_graph_memory(inside)
-    assert in_graph_memory(inside[1:])
-    assert not in_graph_memory(outside)
-
-
-def test_nobody_has_graphs(node: types.SimpleNamespace) -> None:
+def test_memory_of_the_compilers_graphs_is_recognised_and_what_cannot_be_told_is_left_alone(
+    node: types.SimpleNamespace,
+) -> None:
     from torch._inductor import cudagraph_trees
 
-    cudagraph_trees.get_container(0).tree_manager.current_node = None
-    assert not in_graph_memory(torch.ones(3))
-    cudagraph_trees.get_container(0).tree_manager = None
-    assert not in_graph_memory(torch.ones(3))
-
-
-def test_what_cannot_be_told_is_left_alone(node: types.SimpleNamespace) -> None:
+    inside, outside = torch.ones(3), torch.ones(3)
+    node.tensors.append(inside)
+    assert [in_graph_memory(each) for each in (inside, inside[1:], outside)] == [True, True, False]
+    container = cudagraph_trees.get_container(0)
+    manager, container.tree_manager = container.tree_manager, None
+    assert not in_graph_memory(inside), "nobody has graphs"
+    container.tree_manager = types.SimpleNamespace(current_node=None)
+    assert not in_graph_memory(inside)
+    container.tree_manager = manager
     del node._is_cuda_graph_recorded_tensor
-    assert in_graph_memory(torch.ones(3))
+    assert in_graph_memory(outside)
 
 
 def test_torch_still_tells_it_so() -> None:

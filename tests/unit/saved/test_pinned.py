@@ -34,17 +34,6 @@ def test_no_power_of_two_is_wasted() -> None:
     assert all(each.data_ptr() % 4096 == 0 for each in held)
 
 
-def test_a_part_is_used_again_once_no_tensor_uses_it() -> None:
-    pool = PinnedPool(CPU, pin=False)
-    first = tensor(pool, 50 * KiB)
-    address, view = first.data_ptr(), first[10:20]
-    del first
-    other = tensor(pool, 50 * KiB)
-    assert other.data_ptr() != address
-    del view
-    assert tensor(pool, 50 * KiB).data_ptr() == address
-
-
 def test_what_is_idle_is_bounded() -> None:
     pool = PinnedPool(CPU, pin=False)
     for n in range(1, 60):
@@ -100,14 +89,6 @@ def test_random_sizes_in_any_order() -> None:
     assert all(segment.parts.free == [(0, segment.room)] for segment in pool._segments)
 
 
-@pytest.mark.second_tier
-def test_it_is_pinned_by_torch(device: torch.device) -> None:
-    pool = PinnedPool(device)
-    each = tensor(pool, 100 * KiB)
-    assert each.is_pinned()
-    assert not pool.refused
-
-
 class Refusing(host._Segment):
     """The system locks at most ``most`` bytes at once."""
 
@@ -138,16 +119,6 @@ def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert not pool.refused
     assert all(segment.pinned for segment in pool._segments)
     assert third.nbytes == 60 << 20
-
-
-def test_less_is_locked_if_not_so_much_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_Segment", Refusing)
-    monkeypatch.setattr(Refusing, "most", 1 << 20)
-    pool = PinnedPool(CPU)
-    each = tensor(pool, 40 * KiB)
-    assert not pool.refused
-    assert pool.held == (64 - 4) * KiB
-    del each
 
 
 def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores.turns import Placed, Turns
 from tests.support.stores.copies import Copies
 
 
@@ -45,19 +43,6 @@ def test_what_is_never_read_goes_first() -> None:
             tiers.drop(ticket)
 
 
-def test_nothing_is_held() -> None:
-    """Neither by the order that is learned nor by a tier's queue."""
-    tiers = dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu())
-    tensor = torch.zeros(1000)
-    alive = weakref.ref(tensor.untyped_storage())
-    kept = tiers.put(torch.zeros(1))  # its stream goes on
-    ticket = tiers.put(tensor)
-    del tensor
-    tiers.drop(ticket)
-    assert alive() is None
-    tiers.drop(kept)
-
-
 def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
     """Else their stores, and the files of these, would stay until one."""
     gc.collect()
@@ -71,11 +56,3 @@ def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
         assert [one() for one in alive] == [None] * len(alive)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("look", [0, 3])
-def test_what_comes_next(look: int) -> None:
-    turns, placed = Turns(), [Placed(1) for _ in range(6)]
-    for one in placed:
-        turns.put(one)
-    assert turns.read(placed[4], look) == placed[3:0:-1][:look]
