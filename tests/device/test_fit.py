@@ -522,7 +522,7 @@ def moving_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("moving_costs_nothing")
-@pytest.mark.full_tier(more=(1.0,))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("more", [1.0, 1.5])
 def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
     more: float, device: torch.device, free: dict[str, Run]
@@ -588,7 +588,7 @@ def test_a_limit_that_was_halved_stays_so_within_the_step(
 
 
 @pytest.mark.usefixtures("without_seconds")
-@pytest.mark.full_tier(case=("wrapped", "branches in checkpoints"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("case", CHECKPOINTED)
 def test_without_seconds_layers_are_checkpointed_no_more_than_the_budget_asks_for(
     case: str, device: torch.device, free: dict[str, Run]

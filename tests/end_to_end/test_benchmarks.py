@@ -14,6 +14,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.jobs.folder import free_port
 
+pytestmark = pytest.mark.full_tier
 sys.path.append(str(ROOT / "benchmarks"))
 
 
@@ -75,7 +76,6 @@ def test_bytes_went_to_disk_and_gradients_are_the_same_bits_in_every_exact_way(f
     assert figures["disk_bound"]["limit"]["moved_bytes"] == 8 * 2**20
 
 
-@pytest.mark.full_tier
 def test_the_benchmark_of_gradients_runs(out: pathlib.Path) -> None:
     found = written("gradients", out, "--sizes", "small", "--rounds", "1")["results"]["small"]
     ours = {"disthooks ClipNorm", "disthooks all statistics", "disthooks ClipNorm and all statistics"}
@@ -99,7 +99,6 @@ Figures = tuple[dict[str, Any], str, pathlib.Path]
 ABSENT = ("trl OffloadActivations", "torchtune OffloadActivations", "TransformerEngine cpu offload")
 
 
-@pytest.mark.full_tier
 def test_every_way_on_a_device_has_figures_or_a_reason(on_device: Figures) -> None:
     found, printed, _ = on_device
     assert found["not_run"] == {}
@@ -116,7 +115,6 @@ def test_every_way_on_a_device_has_figures_or_a_reason(on_device: Figures) -> No
         assert all(name in printed for name in rows)
 
 
-@pytest.mark.full_tier
 def test_exact_ways_on_a_device_give_the_same_bits_and_others_do_not(on_device: Figures) -> None:
     rows = on_device[0]["workloads"]["ResNet-152 fp32"]["rows"]
     ran = {name: row for name, row in rows.items() if "step_ms" in row}
@@ -126,7 +124,6 @@ def test_exact_ways_on_a_device_give_the_same_bits_and_others_do_not(on_device: 
     assert rows["disthooks Tiered at 5 GB"]["exact"]
 
 
-@pytest.mark.full_tier
 def test_each_target_on_a_device_is_judged_or_says_why_not(on_device: Figures) -> None:
     found, printed, _ = on_device
     targets = [target for part in found["targets"].values() for target in part]
@@ -137,7 +134,6 @@ def test_each_target_on_a_device_is_judged_or_says_why_not(on_device: Figures) -
     assert found["targets"]["statistics"][0]["reached"] == found["statistics"]["share"]
 
 
-@pytest.mark.full_tier
 def test_one_attachment_lasts_for_all_steps_of_a_row(on_device: Figures) -> None:
     """Two steps before the gradients are compared, and a timed one; steps of nothing in between are not counted."""
     row = on_device[0]["workloads"]["ResNet-152 fp32"]["rows"]["disthooks Recompute, OnDevice"]
@@ -162,7 +158,6 @@ def test_the_first_command_on_a_gpu_runs_without_one(out: pathlib.Path) -> None:
         assert tests["skipped"]["needs a GPU"] > 5
 
 
-@pytest.mark.full_tier
 def test_the_parts_of_two_runs_become_one(out: pathlib.Path, on_device: Figures) -> None:
     sizes = ["--device", "cpu", "--size", "tiny", "--add", str(on_device[2] / "gpu.json")]
     found = written("gpu", out, "--parts", *sizes)
@@ -170,7 +165,6 @@ def test_the_parts_of_two_runs_become_one(out: pathlib.Path, on_device: Figures)
     assert found["targets"].keys() == on_device[0]["targets"].keys()
 
 
-@pytest.mark.full_tier
 def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path, out: pathlib.Path) -> None:
     tests = tmp_path / "test_slow.py"
     tests.write_text(
@@ -191,7 +185,6 @@ def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path, ou
     assert groups["tests/gpu/test_watch_gpu.py"] == {"not_run": "no time was left"}
 
 
-@pytest.mark.full_tier
 def test_the_figure_of_a_device_has_every_way(on_device: Figures, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     from figure import draw
@@ -274,7 +267,6 @@ def test_what_the_link_allows() -> None:
     assert met["at 10 GB the fastest of all that lose nothing"] is True
 
 
-@pytest.mark.full_tier
 def test_growth_has_the_ratios_of_each_program(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     found = written("growth", out, "--count", "10", "--rounds", "1", "--directory", str(tmp_path))
     assert found["results"].keys() == {"views", "columns", "weight", "mask", "asked"}
@@ -283,7 +275,6 @@ def test_growth_has_the_ratios_of_each_program(out: pathlib.Path, tmp_path: path
         assert min(row["growth"], row["growth_with_nothing"], row["ratio_to_nothing"]) > 0
 
 
-@pytest.mark.full_tier
 def test_a_benchmark_stands_beside_the_one_of_another_commit(out: pathlib.Path) -> None:
     if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True).returncode:
         pytest.skip("an older commit is needed, and this folder is no checkout of git")
@@ -309,7 +300,6 @@ def test_ratios_are_taken_turn_by_turn() -> None:
     assert dict(figures(result)) == {"way: step_seconds": 2.0}
 
 
-@pytest.mark.full_tier
 def test_explain_is_measured_in_processes_of_its_own(out: pathlib.Path) -> None:
     names = "8B, FSDP2 x 1024", "Llama-3-8B, TP 8", "MemTracker, ResNet-152, batch 256"
     found = written("explain", out, "--size", "tiny", "--only", *names)
@@ -319,7 +309,6 @@ def test_explain_is_measured_in_processes_of_its_own(out: pathlib.Path) -> None:
     assert found["compared"]["MemTracker / explain for a CPU, ResNet-152, batch 256"] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.full_tier
 def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(out: pathlib.Path) -> None:
     """On a CPU both are exact."""
     names = "llama bf16 flash", "resnet152 fp32"
@@ -328,7 +317,6 @@ def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(out: pathlib.Pa
     assert [row["saved_off"] for row in found["rows"].values()] == [0, 0]
 
 
-@pytest.mark.full_tier
 def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     found = written("layer_inputs", out, "--size", "small", "--rounds", "1", "--directory", str(tmp_path))
     for batch in found["batches"].values():
@@ -337,7 +325,6 @@ def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(out: pathlib.Pa
         assert batch["ways"]["disthooks"]["moved_bytes"] == (batch["inputs_bytes"] if batch["rows"] > 1 else 0)
 
 
-@pytest.mark.full_tier
 @pytest.mark.dist
 def test_faults_in_training_are_named(out: pathlib.Path) -> None:
     """One of each kind on two ranks; which of two copies is wrong cannot always be told."""
@@ -360,14 +347,12 @@ def test_healthy_trainings_are_blamed_for_nothing(out: pathlib.Path) -> None:
     assert whole["sentences_about_draws"] <= whole["steps_drawn"] / 100_000
 
 
-@pytest.mark.full_tier
 def test_clipping_beside_torch_is_measured(out: pathlib.Path) -> None:
     ratios = written("clip", out, "--threads", "1", "--rounds", "1")["clip_and_step_against_torch"]
     assert len(ratios) == 8
     assert all(0.2 < each < 5 for each in ratios.values())
 
 
-@pytest.mark.full_tier
 def test_induced_spikes_and_their_alarm(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """A model that is too small for its figures to mean anything: each fault and rule is run, and drawn."""
     sizes = ["--seeds", "1", "--layers", "1", "--width", "16", "--jobs", "2"]
@@ -379,14 +364,12 @@ def test_induced_spikes_and_their_alarm(out: pathlib.Path, tmp_path: pathlib.Pat
     assert "steps after the fault" in (tmp_path / "spikes.svg").read_text()
 
 
-@pytest.mark.full_tier
 @pytest.mark.dist
 def test_flipped_bits_are_named(out: pathlib.Path) -> None:
     found = written("bits", out, "--bits", "6", "--port", str(free_port()))
     assert (found["right"], found["bits"]) == (6, 6), found["wrong"]
 
 
-@pytest.mark.full_tier
 def test_the_cost_of_seeing_a_run_is_measured(out: pathlib.Path) -> None:
     (found,) = written("seeing", out, "--sizes", "small", "--rounds", "1")["results"].values()
     assert len(found["added_share_of_a_step"]) == 4
@@ -406,7 +389,6 @@ def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:
     assert {way.split("/")[0] for way in several["ways"]} == {"ddp", "fsdp2", "zero2"}
 
 
-@pytest.mark.full_tier
 def test_a_budget_on_the_cpu_is_kept(out: pathlib.Path) -> None:
     figure = out.with_suffix(".svg")
     found = written("fit", out, "--size", "small", "--steps", "32", "--figure", str(figure))["results"]

@@ -66,7 +66,7 @@ json.dump(outputs, sys.stdout)
 
 
 @pytest.mark.dist
-@pytest.mark.full_tier(page=tuple(LESSONS[1:]))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("page", LESSONS)
 def test_a_lesson_prints_what_it_shows(page: str, tmp_path: pathlib.Path) -> None:
     blocks = _blocks(page)

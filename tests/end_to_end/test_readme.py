@@ -187,11 +187,12 @@ for page, line, text in json.load(sys.stdin):
 """
 
 
+PYTHON = [page for page in PAGES if page not in ("README.md", "docs/guides/diverged.md") and _run(page, "python")]
+
+
 @pytest.mark.dist
-@pytest.mark.full_tier(page=("docs/integrations/loops.md",))  # it compiles
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in ("README.md", "docs/guides/diverged.md") and _run(page, "python")]
-)
+@pytest.mark.full_tier(page=tuple(PYTHON[1:]))
+@pytest.mark.parametrize("page", PYTHON)
 def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
     """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
     given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
@@ -228,20 +229,20 @@ disthooks() {
     python -m disthooks "$@"
 }
 """
-#: Those of docs/launch.md, each launcher, are in tests/end_to_end/test_run.py too.
 SHELL = [
-    pytest.param(
-        block, line, marks=pytest.mark.full_tier if page == "docs/launch.md" else (), id=f"{_id(block)}: {line[:40]}"
-    )
+    (block, line)
     for page in PAGES
     if page not in TOGETHER
     for block in _run(page, "sh")
     for line in block.text.splitlines()
 ]
+#: The first of each program; tests/end_to_end/test_run.py has each launcher.
+FIRST = tuple({line.split()[0]: line for _, line in reversed(SHELL)}.values())
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("block", "line"), SHELL)
+@pytest.mark.full_tier(line=tuple(line for _, line in SHELL if line not in FIRST))
+@pytest.mark.parametrize(("block", "line"), SHELL, ids=[f"{_id(block)}: {line[:40]}" for block, line in SHELL])
 def test_the_shell_runs(block: Block, line: str, folder: pathlib.Path) -> None:
     if "deepspeed" in line:
         pytest.importorskip("deepspeed")
@@ -251,6 +252,7 @@ def test_the_shell_runs(block: Block, line: str, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier
 def test_the_script_for_accelerate_starts_on_two_ranks(folder: pathlib.Path) -> None:
     page = "docs/integrations/accelerate.md"
     (folder / "train.py").write_text(_run(page, "python")[0].text)

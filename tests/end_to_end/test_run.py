@@ -94,7 +94,7 @@ def test_python(truth: list[float], alone: Job) -> None:
     assert first["path"] == str(SCRIPTS)
 
 
-@pytest.mark.full_tier(ranks=(4,))
+@pytest.mark.full_tier
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "ddp"), (4, "fsdp2")])
 def test_torchrun(
     ranks: int, engine: str, truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path

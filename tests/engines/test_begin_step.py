@@ -130,6 +130,7 @@ def _left_out(rank: int, engine: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_that_was_begun(ranks: Ranks, engine: str) -> None:
     for part, truth in ((_clipped, [True] * 6 + [[3, 3]]), (_never_made, [True] * 4 + [4]), (_left_out, [True] * 9)):

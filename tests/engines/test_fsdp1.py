@@ -18,7 +18,7 @@ from disthooks.errors import AttachError
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
 from tests.support.ranks.harness import Ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.full_tier]
 
 
 MODES = ["fsdp1", "fsdp1flat"]

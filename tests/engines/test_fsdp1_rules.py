@@ -19,7 +19,7 @@ from tests.support.engines import Net, close, data, flat, grads_of, loss_of, mak
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import FOUR
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.full_tier]
 MODES = ["fsdp1", "fsdp1flat"]
 EVERY = [*MODES, "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "fsdp1flatnone"]
 

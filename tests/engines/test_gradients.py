@@ -46,6 +46,7 @@ FSDP1 = ["fsdp1", "fsdp1flat", "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "f
 LOCAL = [("ddp", False), ("fsdp2", False), ("fsdp2", True), ("hsdp", False), *((engine, False) for engine in FSDP1)]
 
 
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize(("engine", "keep"), LOCAL)
 def test_local_is_this_ranks_own_gradient_once_a_micro_batch(ranks: Ranks, engine: str, keep: bool) -> None:
     for rank, (seen, report, kinds) in enumerate(ranks(_local, engine, keep)):
@@ -66,6 +67,7 @@ def _edits(rank: int, engine: str, at: str) -> torch.Tensor:
     return grads_of(model)["head.weight"]
 
 
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("at", ["local", "final"])
 def test_an_edit_reaches_the_update(ranks: Ranks, engine: str, at: str) -> None:

@@ -20,7 +20,7 @@ from tests.support.ranks.harness import Ranks
 from tests.support.zero import engine_of
 from tests.support.zero import loss_of as zero_loss
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))]
 
 BOTH = {"param": "mid.1.weight", "rank": 1}, {"param": "head.weight", "rank": 1}
 

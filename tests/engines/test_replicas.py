@@ -259,6 +259,7 @@ def _flat(rank: int, engine: str) -> list[Any]:
     return [_found(before), _found(dh.check_replicas(model, optimizer)), str(before)]
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "fsdp1flat"])
 def test_what_has_no_copies_is_never_silently_ok(ranks: Ranks, engine: str) -> None:
     for *found, said in ranks(_flat, engine):
@@ -266,6 +267,7 @@ def test_what_has_no_copies_is_never_silently_ok(ranks: Ranks, engine: str) -> N
         assert said.endswith("2 ranks: 0 tensors are replicated; nothing to compare")
 
 
+@pytest.mark.full_tier
 def test_flat_parameters_that_are_whole_on_every_rank(ranks: Ranks) -> None:
     for before, after, _ in ranks(_flat, "fsdp1none"):
         assert before[0] is True

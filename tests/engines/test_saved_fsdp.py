@@ -87,7 +87,7 @@ def _prove(rank: int, engine: str, option: str, how: str, folder: str, kinds: li
     return prove(Tiny, take, train, how, folder, plain=_half if option == "mixed" else Tiny, kinds=kinds)
 
 
-@pytest.mark.full_tier(how=("after", "wrappers"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("engine", FSDP1)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -101,7 +101,7 @@ OPTIONS = [(engine, option) for engine in FSDP1 for option in ("mixed", "autocas
 OPTIONS += [("fsdp2", each) for each in ("nested", "keep", "part", "mixed", "autocast", "prefetch", "offload")]
 
 
-@pytest.mark.full_tier(engine=FSDP1, how=("after", "wrappers"))
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("engine", "option"), OPTIONS)
 def test_options_change_nothing(ranks: Ranks, engine: str, option: str, how: str, tmp_path: pathlib.Path) -> None:
@@ -123,7 +123,7 @@ def _alive(rank: int, engine: str, option: str, how: str, folder: str) -> list[t
     return alive_with_and_without(Tiny, functools.partial(_engine, engine=engine, option=option), how, line, rank)
 
 
-@pytest.mark.full_tier(engine=FSDP1, how=("after", "wrappers"))
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     ("engine", "option"), [*((each, "") for each in FSDP1), ("fsdp2", "nested"), ("fsdp2", "keep")]
@@ -160,6 +160,7 @@ def _checkpointed(rank: int, how: str, folder: str) -> tuple[bool, int, int, dic
     return identical(numbers, truth), report.stored, report.held, report.passed
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize("how", HOWS)
 def test_with_activation_checkpoints(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
     """Around the checkpoint, the inputs of two blocks in two steps are stored; inside it, hooks step back."""
@@ -184,6 +185,7 @@ def _consolidated(rank: int, engine: str, folder: str) -> list[str]:
     return sorted(state)
 
 
+@pytest.mark.full_tier
 @pytest.mark.parametrize("engine", FSDP1)
 def test_a_consolidated_state_has_the_plain_names(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     assert ranks(_consolidated, engine, str(tmp_path)) == [sorted(Tiny().state_dict())] * 2
@@ -210,6 +212,7 @@ def _loaded_whole(rank: int, engine: str, folder: str) -> bool:
     return True
 
 
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("engine", [*FSDP1, "fsdp2"])
 def test_a_whole_state_loads_into_a_wrapper_around_the_engine(
     ranks: Ranks, engine: str, tmp_path: pathlib.Path

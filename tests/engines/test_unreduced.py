@@ -66,6 +66,7 @@ def _refused(rank: int, engine: str) -> list[Any]:
         return [said, watch.steps]
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat", "fsdp1none"))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1flat", "fsdp1none", "fsdp2"])
 def test_every_rank_raises(ranks: Ranks, engine: str) -> None:
     truth = [["stepped", "stepped", True, "stepped"], 3]
@@ -126,6 +127,7 @@ def _clipped(rank: int, engine: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat", "fsdp1none"))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1flat", "fsdp2"])
 def test_a_loop_that_clips_is_measured_before(ranks: Ranks, engine: str) -> None:
     assert ranks(_clipped, engine, timeout=120) == [[True] * 3] * 2

@@ -82,6 +82,7 @@ def same(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
 
 
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hooks_before_and_after_prepare_and_checkpoints(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     made = {when: ranks(_trained, engine, when, str(tmp_path), timeout=300) for when in ("never", "before", "after")}
@@ -108,6 +109,7 @@ def test_hooks_before_and_after_prepare_and_checkpoints(ranks: Ranks, engine: st
             assert all("made without disthooks" in message for message in one["told"])
 
 
+@pytest.mark.full_tier(engine=("fsdp1ac",))
 @pytest.mark.parametrize("engine", ["fsdp1ac", "fsdp2ac"])
 def test_with_the_plugins_activation_checkpointing(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     """Around the checkpoint its inputs are moved; inside it hooks step back, and say so."""

@@ -74,6 +74,7 @@ def _train(rank: int, name: str, folder: str, how: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full_tier(name=("fsdp1",))
 @pytest.mark.parametrize(
     ("name", "how"), [("ddp", "variable"), ("fsdp1", "argument"), ("fsdp2", "file"), ("deepspeed", "json")]
 )

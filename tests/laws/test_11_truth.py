@@ -306,6 +306,7 @@ def _beside(rank: int, engine: str) -> Any:
     return records, grads_of(model)
 
 
+@pytest.mark.full_tier(engine=tuple(f"{mode}{name}" for mode in ("fsdp1", "fsdp1flat") for name in STRATEGIES))
 @pytest.mark.second_tier
 @pytest.mark.dist
 @pytest.mark.parametrize(

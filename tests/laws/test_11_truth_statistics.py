@@ -161,6 +161,7 @@ def _drawn() -> list[Any]:
 @pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.full_tier(engine=("fsdp1hybrid", "fsdp1none", "fsdp1flatnone"))
 @pytest.mark.parametrize("engine", [*ENGINES, "hsdp12", "fsdp1hybrid", "fsdp1none", "fsdp1flatnone"])
 def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch.dtype) -> None:
     truth = train(0, "plain", [], STATS, 2, spoil, torch.float64, GROUPS)[0]
@@ -468,6 +469,7 @@ def test_a_micro_batch_that_was_thrown_away_is_not_in_the_spread() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
 def test_a_step_that_the_scaler_skipped_is_not_in_the_spread(ranks: Ranks, engine: str) -> None:
     for value in (_scaled(0, "plain"), *ranks(_scaled, engine)):

@@ -329,6 +329,7 @@ def _two(rank: int, engine: str) -> bool:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp", "fsdp1"])
 def test_skip_survives_a_second_attachment_on_ranks(ranks: Ranks, engine: str) -> None:
     assert ranks(_two, engine) == [False, False]
