@@ -293,36 +293,6 @@ def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None
     assert any("leave compiled autograd off" in why for why in counters["graph_break"])
 
 
-class Straight(Net):
-    """Its blocks one after the other, with a graph break of torch's around each if ``breaks`` is set."""
-
-    breaks = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) * 1.5
-        x = self._broken(self._broken(x, self.first) + 1, self.second) + 1
-        return F.linear(x.sin(), self.embed.weight)
-
-    def _broken(self, x: torch.Tensor, block: nn.Module) -> torch.Tensor:
-        if self.breaks:
-            torch._dynamo.graph_break()
-        x = block(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return x
-
-
-@pytest.mark.second_tier
-@pytest.mark.usefixtures("one_thread")
-def test_bits_are_those_of_plain_torch_with_graph_breaks_in_the_same_places(to: Any) -> None:
-    broken = Straight()
-    broken.breaks = True
-    wanted = steps(broken, torch.compile(broken))
-    saving = dh.save_activations(model := Straight(), ["first", "second"], to)
-    assert identical(steps(model, torch.compile(model)), wanted)
-    assert saving.report().moved > 0
-
-
 @pytest.mark.second_tier
 @pytest.mark.usefixtures("one_thread")
 def test_bits_are_those_of_blocks_that_are_compiled_one_by_one(to: Any, monkeypatch: Any) -> None:

@@ -290,23 +290,3 @@ def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_pat
     report = attached.report()
     assert (report.calls, report.stored, report.kept) == (0, 0, 0)
     assert report.passed["backward" if kind == "reentrant" else "checkpoint"] >= 2
-
-
-def test_a_module_under_a_checkpoint_inside_our_block_steps_back(tmp_path: pathlib.Path) -> None:
-    """Our block is around a checkpoint, and the checkpoint is around our module.
-
-    The inner hooks step back, and the outer hooks store the checkpoint's input.
-    """
-    block = Block()
-    truth = _gradients(block, lambda x: checkpoint(block, x, use_reentrant=False))
-    block.mlp = dh.SaveWith(block.mlp, dh.OnDisk(tmp_path), at_least=4096)
-    saved = _everything(tmp_path)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with saved:
-            return checkpoint(block, x, use_reentrant=False)
-
-    with pytest.warns(UserWarning, match="stepped back in 'Sequential'"):
-        assert identical(_gradients(block, run), truth)
-    assert block.mlp.report().stored == 0
-    assert saved.report().moved > 0

@@ -296,25 +296,6 @@ def test_a_sampled_check_raises_at_what_the_graph_does_not_show(
         list(map(model, [x] * (until - begins)))
 
 
-@pytest.mark.parametrize("when", ["before it is used", "after"])
-def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathlib.Path) -> None:
-    """Even a change that happens to change nothing counts, because the computed value is right only by chance."""
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0)) as saved:
-        y = x * 1.0
-        other = y.sin()  # saves y
-        z = y.relu() if when == "after" else None
-        with torch.no_grad():
-            y.mul_(1)
-        z = y.relu() if z is None else z
-        loss = (z * z).sum()
-    # The tensor that was used before the change can be computed from what is stored.
-    assert saved.report().recomputed == (x.nbytes if when == "after" else 0)
-    (grad,) = torch.autograd.grad(loss, x)
-    assert torch.equal(grad, 2 * x.clamp(min=0))
-    del other
-
-
 def test_a_source_changed_under_no_grad_is_no_source_for_a_place_that_is_trusted(tmp_path: pathlib.Path) -> None:
     """The store has the contents from before the change, and the graph does not show the change."""
     x = torch.randn(64, 64, requires_grad=True)
@@ -508,42 +489,6 @@ def test_a_graph_that_is_dropped_in_an_open_block_goes_at_once(name: str, codecs
             assert alive() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("function", [torch.tanh, torch.exp, torch.sigmoid, torch.relu], ids=lambda each: each.__name__)
-def test_what_saves_its_own_output_is_computed_again_all_the_same(function: Callable[..., torch.Tensor]) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def loss() -> torch.Tensor:
-        return function((x * 2).sin()).sum()
-
-    (truth,) = torch.autograd.grad(loss(), x)
-    with dh.saving(pipeline(dh.Recompute(), dh.OnCpu(), at_least=0)) as saved:
-        found = loss()
-    assert saved.report().recomputed == x.nbytes
-    assert torch.equal(torch.autograd.grad(found, x)[0], truth)
-
-
-def test_a_source_changed_before_the_contents_are_taken_is_what_was_saved() -> None:
-    """The program for a tensor that saves its own output is planned at once.
-
-    Here the source changes before the program is proven.
-    """
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def loss() -> torch.Tensor:
-        h = SavesItsOutput.apply(x)
-        z = torch.tanh(h)  # saves itself
-        h += x
-        return z.sum() + h.sum()
-
-    (truth,) = torch.autograd.grad(loss(), x)
-    saving = dh.saving(pipeline(dh.Recompute(), dh.OnCpu(), at_least=0))
-    for _ in range(4):
-        with saving:
-            found = loss()
-        assert torch.equal(torch.autograd.grad(found, x)[0], truth)
-    assert saving.report().recomputed > 0  # the source was copied when it was saved
 
 
 def _named(x: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from disthooks.saved.hooks import SavedTensorHooks
 from disthooks.saved.pipeline import pipeline
 from tests.support.functions import SavesItsOutput
 from tests.support.models import Tiny, identical, tokens
-from tests.support.stores.faulty import AsAsked, Watch, fail, full, interrupt, left, line, soon, suppressed
+from tests.support.stores.faulty import AsAsked, Watch, fail, interrupt, left, line, soon, suppressed
 from tests.support.stores.pairs import Pair, ones
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("no_collector")]
@@ -176,41 +176,6 @@ def test_all_is_back_after_something_went_wrong(when: str, what: Callable, make:
     step.backward(loss)
     del loss
     step.assert_all_is_back()
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_all_is_back_after_a_store_was_full_or_could_not_be_read(at: int, make: Callable[..., Step]) -> None:
-    for fault in ({"put_at": at}, {"get_at": at}):
-        step = make(**fault, then=full)
-        with suppressed(StoreError):
-            step.backward(step.forward())
-        step.assert_all_is_back()
-
-
-def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that waits for its disk spends its time in this call. The place in the file is free again, too."""
-    store, x = dh.OnDisk(tmp_path), torch.ones(64, 64, requires_grad=True)
-    write = os.pwrite
-
-    def interrupted(*args: Any) -> int:
-        done = write(*args)
-        interrupt()
-        return done
-
-    for _ in range(5):
-        ticket = None
-        with monkeypatch.context() as patch, suppressed(KeyboardInterrupt):
-            patch.setattr(os, "pwrite", interrupted)
-            ticket = store.put(x)
-            store.wait()
-        store.drop(ticket)
-        assert store.budget.held == 0
-        store.wait()
-    for _ in range(2):
-        ticket = store.put(x)
-        store.wait()
-        store.drop(ticket)
-    assert os.fstat(store.open().file._fd).st_size == x.nbytes
 
 
 def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import pathlib
-import queue
 import random
 import sys
 import threading
@@ -241,44 +240,3 @@ def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
     assert all(identical(a, b) for a, b in zip(results[4:], alone, strict=True))
     gc.collect()
     assert store.budget.held == 0
-
-
-def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: pathlib.Path) -> None:
-    """Two threads make graphs of one attached model and keep their blocks open.
-
-    Two others differentiate the graphs or drop them.
-    """
-    store = dh.OnDisk(tmp_path)
-    model = _filled(_linear(), 0)
-    saving = dh.save_activations(model, "", pipeline(store, at_least=0))
-    graphs: queue.Queue = queue.Queue(8)
-    inputs = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(150)]
-    weights = list(model.parameters())
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model(x).exp().square().sum()
-
-    def make(first: int) -> None:
-        with dh.saving(pipeline(store, at_least=0)) as block:
-            for i in range(first, len(inputs), 2):
-                graphs.put((i, loss(inputs[i])))
-        graphs.put((None, block))
-
-    def use() -> dict[int, list]:
-        found = {}
-        while True:
-            i, graph = graphs.get()
-            if i is None:
-                return found
-            if i % 5:
-                found[i] = list(torch.autograd.grad(graph, weights))
-            del graph
-
-    with collecting():
-        _, _, one, two = together([lambda: make(0), lambda: make(1), use, use])
-    found = {**one, **two}
-    assert sorted(found) == [i for i in range(len(inputs)) if i % 5]
-    saving.remove()
-    assert all(identical(grads, list(torch.autograd.grad(loss(inputs[i]), weights))) for i, grads in found.items())
-    gc.collect()
-    assert saving.report().held == store.budget.held == 0

@@ -253,13 +253,6 @@ def test_wrappers_keep_names_and_checkpoints_go_both_ways(tmp_path: pathlib.Path
     assert other.get_parameter("blocks.0.norm1.weight") is other.blocks[0].norm1.weight
 
 
-def test_a_wrapper_around_a_wrapper_keeps_names(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveWith(dh.SaveWith(nn.Linear(4, 4), dh.OnDisk(tmp_path), at_least=4096), dh.OnCpu())
-    assert list(model.state_dict()) == ["weight", "bias"]
-    model.load_state_dict(nn.Linear(4, 4).state_dict())
-    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
-
-
 def test_missing_and_unexpected_keys_have_their_own_names(tmp_path: pathlib.Path) -> None:
     model, state = _wrapped(tmp_path), Tiny().state_dict()
     del state["blocks.0.out.bias"]
@@ -375,15 +368,6 @@ def test_copies_and_pickles_of_an_attached_model_are_plain(tmp_path: pathlib.Pat
             assert identical(step(twin, tokens()), truth)
         assert before > 0
         assert saving.report().stored == before
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_of_an_attached_model_is_that_of_the_plain_one(protocol: int, tmp_path: pathlib.Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Recursive(4, 4)))
-    plain = pickle.dumps(model, protocol)
-    with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
-        assert pickle.dumps(model, protocol) == plain
-    assert type(pickle.loads(plain)[1][1]) is Recursive
 
 
 class Copies(nn.Linear):

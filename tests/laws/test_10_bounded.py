@@ -157,19 +157,6 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
         store.drop(ticket)
 
 
-@pytest.mark.any_device
-def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
-    """Freed extents of many sizes are joined and given back, so the file does not grow with each new size."""
-    import os
-
-    store = dh.OnDisk(tmp_path, "1 MiB")
-    for nbytes in range(4096, 1 << 20, 4096):  # one at a time
-        ticket = store.put(torch.zeros(nbytes, dtype=torch.uint8))
-        store.wait()  # one that is dropped while a thread writes it gives its place back when that is done
-        store.drop(ticket)
-    assert os.fstat(store.open().file._fd).st_blocks * 512 <= 2 << 20
-
-
 def test_a_store_without_a_limit_lifts_no_other_limit(tmp_path: pathlib.Path) -> None:
     unlimited, store = dh.OnDisk(tmp_path).open(), dh.OnDisk(tmp_path, "2 MiB").open()
     kept = []

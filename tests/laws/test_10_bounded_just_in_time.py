@@ -70,34 +70,9 @@ def test_a_long_backward_has_little_read_ahead(tmp_path: pathlib.Path) -> None:
     assert tier.ahead >= 10 << 20  # of 16 MiB; the first read of each backward cannot come ahead
 
 
-def test_a_short_backward_has_much_read_ahead(tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path, in_flight="4 MiB")
-    for _ in range(3):
-        _step(store, 0.0)
-    (tier,) = store.report()
-    assert tier.read == 24 << 20
-    assert tier.ahead > 0
-
-
 def _read_ahead(stored: Any) -> bool:
     """Whether the tensor is in memory within seconds, before anybody asks for it."""
     return soon(lambda: stored.entry.is_ahead)
-
-
-@pytest.mark.second_tier
-def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> None:
-    """The read is due later than threads without work end, and it may be put off meanwhile."""
-    store, x = dh.OnDisk(tmp_path), torch.randn(256, 1024)
-    for late, pause in ((0.0, 1.2), (0.3, 0.0)):
-        tickets = [store.put(x + i) for i in range(3)]
-        store.wait()
-        store.get(tickets[2])
-        time.sleep(late)
-        store.get(tickets[1])  # later than the last time, so the next one is expected later, too
-        assert _read_ahead(tickets[0])
-        time.sleep(pause)
-        store.get(tickets[0])
-        del tickets
 
 
 def test_one_is_read_ahead_where_there_is_room_for_one(tmp_path: pathlib.Path) -> None:
@@ -116,19 +91,6 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     for _ in range(2):
         _step(store, 0.05)
     assert store.open().worker.buffers._bytes <= 2 << 20
-
-
-@pytest.mark.second_tier
-def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path)
-
-    def seconds(of_backward: float) -> float:
-        begin = time.perf_counter()
-        _step(store, of_backward, count=3)
-        return time.perf_counter() - begin
-
-    # On a busy machine one try may take long for no fault of the store.
-    assert any(seconds(1.0) > 1.0 > seconds(0.0) for _ in range(5))
 
 
 @pytest.mark.parametrize("rows", [256, 16])
@@ -257,25 +219,6 @@ def test_far_readers_see_what_was_saved_whatever_nearer_ones_do(writes: bool, tm
         seen.clear()
         y.backward(retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(seen, reversed(expected), strict=True))
-
-
-def test_time_that_was_waited_is_not_taken_for_computing() -> None:
-    class Ticket:
-        position, dropped = 0, False
-
-    stream, now = AccessOrder(), 0.0
-    for is_known in (False, True):
-        tickets = [Ticket() for _ in range(3)]
-        for ticket in tickets:
-            stream.put(ticket)
-        for ticket in reversed(tickets if not is_known else []):
-            stream.read(ticket, now)
-            stream.waited(0.2)
-            now += 0.2 + 0.001
-        for ticket in tickets if not is_known else ():
-            stream.drop(ticket)
-    assert stream.waiting > 0.5
-    assert [seconds for _, seconds in stream.after(tickets[2])] == pytest.approx([0.001, 0.002])
 
 
 def test_the_memory_to_read_into_is_bounded() -> None:
