@@ -22,7 +22,6 @@ import disthooks as dh
 from disthooks.errors import UsageError
 from disthooks.report.document import document
 from disthooks.report.log import read
-from disthooks.saved.computed_again import ComputedAgain
 from disthooks.saved.cost import Rates
 from disthooks.saved.fit import Fitted
 from tests.support.models import Block
@@ -563,30 +562,6 @@ def test_two_forwards_of_a_step_have_the_same_checkpoints(device: torch.device, 
     assert all(first == second for first, second in steps[1:])
 
 
-def test_a_limit_that_was_halved_stays_so_within_the_step(
-    device: torch.device, free: dict[str, Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another mixture was chosen for the first forward, and then a second one follows that nobody has expected."""
-    choose, new = ComputedAgain.choose, [False]
-
-    def chosen(self: ComputedAgain, size: int, limit: int, rates: Any = None, is_going_on: bool = False) -> bool:
-        return choose(self, size, limit, rates, is_going_on) or (new[0] and not is_going_on)
-
-    monkeypatch.setattr(ComputedAgain, "choose", chosen)
-    run = Run("decoder", device)
-    with dh.fit(run.model, 6 * max(without("decoder", device, free).peaks)) as fitted:
-        for _ in range(STEPS):
-            run.step()
-        before, new[0] = fitted.report().limit, True
-        losses, limits = [], []
-        for _ in range(2):
-            losses.append(run.model(run.x).square().mean())
-            limits.append(fitted.report().limit)
-        sum(losses).backward()
-    assert 0 < limits[0] < 0.6 * before
-    assert limits[1] <= limits[0]
-
-
 @pytest.mark.usefixtures("without_seconds")
 @pytest.mark.full_tier
 @pytest.mark.parametrize("case", CHECKPOINTED)
@@ -654,24 +629,6 @@ def test_a_layer_without_hooks_keeps_its_checkpoint(device: torch.device, free: 
             run.step()
         assert max(run.peaks) <= budget
         assert (fitted.report().checkpoints, fitted.report().checkpoints_off) == (5, 5)
-
-
-@pytest.mark.full_tier
-@pytest.mark.parametrize("more", [1.2, 2.0, 3.0])
-def test_checkpoints_are_off_by_the_length_of_the_inputs(
-    more: float, device: torch.device, free: dict[str, Run]
-) -> None:
-    budget, lengths = int(more * max(without("wrapped", device, free).peaks)), random.Random(0)
-    run, off = Run("wrapped", device), {}
-    with dh.fit(run.model, budget) as fitted:
-        for _ in range(100):
-            length = lengths.randrange(4, 65)
-            run.step(images(8, length, 8).to(device))
-            off[length] = fitted.report().checkpoints_off
-    assert max(run.peaks) <= budget
-    short, long = ([count for length, count in off.items() if (length > 32) is is_long] for is_long in (False, True))
-    assert sum(short) / len(short) > sum(long) / len(long)
-    assert max(short) == 12
 
 
 def test_the_host_and_a_disk_have_a_pace_of_their_own(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import threading
-import types
 import warnings
 
 import pytest
@@ -14,9 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
-from disthooks.errors import StoreError
 from disthooks.saved.stores import copies, host, offload
-from disthooks.saved.stores.order import TimedOrder
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
@@ -75,14 +71,6 @@ def test_the_last_ones_are_not_copied(device: torch.device) -> None:
     assert after.read - before.read <= 7 * size
     assert after.never_written - before.never_written == 5 * size
     assert after.from_memory - before.from_memory >= 5 * size
-
-
-def test_more_is_put_than_was_expected(device: torch.device) -> None:
-    x = given(device)
-    store = dh.OnCpu(in_flight=5 * x.nbytes)
-    for length in (8, 24, 3, 24, 8):
-        assert torch.equal(step(store, x, length), gradient(x, length))
-        assert is_clean(store, device)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
@@ -170,20 +158,6 @@ def test_small_ones_that_came_back_with_another_one_count_and_make_room(device: 
     assert is_clean(store, device)
 
 
-def test_what_comes_early_leaves_room_for_small_ones_that_came_back(device: torch.device) -> None:
-    store = dh.OnCpu(in_flight="1 MiB", pin_memory=False)
-    large = [store.put(torch.full((65536,), float(i), device=device)) for i in range(8)]
-    small = [store.put(torch.full((8192,), float(i), device=device)) for i in range(64)]
-    store.wait()
-    for tickets, numbers in ((small, range(60, -1, -4)), (large, range(7, -1, -1)), (small, range(63, -1, -1))):
-        for number in numbers:
-            assert float(store.get(tickets[number])[7]) == number
-            assert store.device_bytes(device) <= 1 << 20
-    for ticket in large + small:
-        store.drop(ticket)
-    assert is_clean(store, device)
-
-
 def test_small_ones_of_all_kinds(device: torch.device) -> None:
     store = dh.OnCpu()
     values = [
@@ -211,19 +185,6 @@ def test_small_ones_of_all_kinds(device: torch.device) -> None:
     assert is_clean(store, device)
 
 
-def test_small_ones_that_are_never_enough_are_not_forgotten(device: torch.device) -> None:
-    x = given(device, 1000)
-    store = dh.OnCpu()
-    with dh.saving(every(store)):
-        y = chain(x)
-    store.wait()
-    assert tier(store).written == 12 * x.nbytes
-    assert tier(store).in_flight == 0
-    assert torch.equal(torch.autograd.grad(y, x)[0], gradient(x))
-    del y
-    assert is_clean(store, device)
-
-
 def test_a_small_part_does_not_keep_the_rest(device: torch.device) -> None:
     large = torch.zeros(4 * MiB, device=device)
     store = dh.OnCpu()
@@ -248,38 +209,6 @@ def test_it_comes_back_ahead(device: torch.device) -> None:
     assert 0 < seen.read <= seen.written
 
 
-def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> None:
-    x = given(device)
-    store = dh.OnCpu(in_flight=x.nbytes)
-    step(store, x)
-    torch.accelerator.synchronize(device)
-    with dh.saving(every(store)):
-        y = chain(x)
-    lane = store.open().offload(device)._own()
-    with no_waits(device):
-        times = list(lane.times().values())
-    assert len(times) == 12
-    assert times == sorted(times)
-    assert times[0] == 0 < times[-1]
-    del y
-
-
-def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
-    """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
-    offload = dh.OnCpu().open().offload(device)
-    offload._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
-
-    class Transfer:
-        nbytes, coming = 1000, None
-
-    transfers = [Transfer() for _ in range(3)]
-    for due, count in (([1.0, 2.0, 10.0], 2), ([1.0, 1.5, 2.0], 3), ([5.0, 9.0, 11.0], 1), ([1.0, 20.0, 30.0], 1)):
-        assert offload._how_many(dict(zip(transfers, due, strict=True)), 0.5, due[0]) == count
-    assert offload._how_many(dict.fromkeys(transfers, math.nan), None, None) == 3
-    transfers[0].coming = types.SimpleNamespace(is_done=lambda: True)
-    assert offload._how_many(dict(zip(transfers, [1.0, 3.0, 9.0], strict=True)), 0.5, 1.0) == 1
-
-
 def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower, and as right; said once."""
     x = given(device)
@@ -302,65 +231,6 @@ def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> No
         store = dh.OnCpu(pin_memory=pin, in_flight=0)
         assert torch.equal(step(store, x), gradient(x))
         assert store.open().offload(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
-
-
-def test_the_order_changes(device: torch.device) -> None:
-    """Wrong guesses cost time, never a wrong tensor."""
-    store = dh.OnCpu(in_flight="600 KiB")
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(30_000, generator=generator) for _ in range(20)]
-    sources = [value.to(device) for value in values]
-    for _ in range(8):
-        tickets = [store.put(source.clone()) for source in sources]
-        for i in torch.randperm(20, generator=generator).tolist():
-            found = store.get(tickets[i])
-            assert torch.equal(found.cpu(), values[i])
-            if i % 3:
-                store.drop(tickets[i])
-        for i in range(0, 20, 3):
-            store.drop(tickets[i])
-        tickets.clear()
-        assert is_clean(store, device)
-    assert tier(store).ahead > 0
-
-
-def test_a_branch_that_is_not_used(device: torch.device) -> None:
-    """What was brought ahead for nobody goes."""
-    x = given(device)
-    store = dh.OnCpu(in_flight=4 * x.nbytes)
-    for _ in range(4):
-        with dh.saving(every(store)):
-            unused, used = chain(x), chain(x)
-        assert torch.equal(torch.autograd.grad(used, x)[0], gradient(x))
-        del unused, used
-        assert is_clean(store, device)
-
-
-def test_the_limit_counts_what_is_in_flight(device: torch.device) -> None:
-    x = torch.ones(100_000, device=device)
-    store = dh.OnCpu(5 * x.nbytes, in_flight="64 MiB")
-    tickets = [store.put(x + i) for i in range(5)]
-    with pytest.raises(StoreError, match="full"):
-        store.put(x)
-    store.drop(tickets.pop())
-    tickets.append(store.put(x + 7))
-    assert torch.equal(store.get(tickets[-1]), x + 7)
-    for ticket in tickets:
-        store.drop(ticket)
-    assert is_clean(store, device)
-
-
-def test_writing_to_what_comes_back_changes_nothing_else(device: torch.device) -> None:
-    for numel in (1000, 50_000):
-        store = dh.OnCpu(in_flight=0)
-        x = torch.arange(numel, dtype=torch.float32)
-        tickets = [store.put((x + i).to(device)) for i in range(3)]
-        store.wait()
-        for _ in range(3):
-            for i, ticket in enumerate(tickets):
-                back = store.get(ticket)
-                assert torch.equal(back.cpu(), x + i)
-                back.zero_()
 
 
 def test_the_report(device: torch.device) -> None:
@@ -404,25 +274,6 @@ def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPat
         assert torch.equal(step(store, x), truth)
     gc.collect()
     assert soon(lambda: is_clean(store, device))
-
-
-def test_lanes_forget_what_is_long_ago() -> None:
-    class Ticket:
-        position, dropped, nbytes = 0, False, 8
-
-    lane = TimedOrder()
-    for count in range(1, 40):
-        tickets = [Ticket() for _ in range(count)]
-        for ticket in tickets:
-            lane.put(ticket)
-        for ticket in tickets:
-            lane.read(ticket)
-        for ticket in tickets:
-            ticket.dropped = True
-            lane.drop(ticket)
-    assert len(lane._rounds) <= 8
-    assert not lane._turns
-    assert not lane._before
 
 
 def test_the_time_of_copies_is_shared_out_among_modules(device: torch.device) -> None:

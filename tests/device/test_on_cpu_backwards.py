@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import threading
 
 import pytest
 import torch
 
 import disthooks as dh
 from disthooks._streams import current_stream, event_on, new_stream, on
-from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, step, tier
+from tests.support.sim.carried import chain, every, given, gradient, is_clean, step, tier
 from tests.support.threads import together
 
 IN_FLIGHT = ["512 MiB", "500 KiB", 0]
@@ -46,20 +45,6 @@ def test_double_backward(device: torch.device, store: dh.OnCpu) -> None:
             found = twice()
         assert torch.equal(found, truth)
     assert is_clean(store, device)
-
-
-def test_several_graphs_in_any_order(device: torch.device, store: dh.OnCpu) -> None:
-    leaves = [given(device, seed=i) for i in range(4)]
-    truths = [gradient(x) for x in leaves]
-    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3]):
-        graphs = {}
-        for i, x in enumerate(leaves):
-            with dh.saving(every(store)):
-                graphs[i] = chain(x)
-        for i in order:
-            assert torch.equal(torch.autograd.grad(graphs.pop(i), leaves[i])[0], truths[i])
-        graphs.clear()
-        assert is_clean(store, device)
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
@@ -100,22 +85,6 @@ def test_the_last_stage_keeps_every_micro_batch(device: torch.device) -> None:
         del y
         assert is_clean(store, device)
     assert tier(store).written == before > 0
-
-
-def test_backward_in_another_thread(device: torch.device, store: dh.OnCpu) -> None:
-    x = given(device)
-    truth = gradient(x)
-    found = []
-    for _ in range(3):
-        with dh.saving(every(store)):
-            y = chain(x)
-        graph = [y]
-        del y
-        thread = threading.Thread(target=lambda graph=graph: found.append(torch.autograd.grad(graph.pop(), x)[0]))
-        thread.start()
-        thread.join()
-        assert torch.equal(found[-1], truth)
-        assert is_clean(store, device)
 
 
 def test_threads_at_once(device: torch.device, store: dh.OnCpu) -> None:
@@ -167,15 +136,3 @@ def test_changed_in_place_is_caught(device: torch.device, store: dh.OnCpu) -> No
         y.add_(1)
     with pytest.raises(RuntimeError, match=r"changed|modified"):
         torch.autograd.grad(z, x)
-
-
-def test_a_leftover_of_the_interpreter(device: torch.device) -> None:
-    """A graph that is never let go of does not stand in the way of the next ones."""
-    only_simulated(device)
-    x = given(device)
-    store = dh.OnCpu(in_flight="1 MiB")
-    with dh.saving(every(store)):
-        kept = chain(x)
-    for _ in range(4):
-        assert torch.equal(step(store, x), gradient(x))
-    assert torch.equal(torch.autograd.grad(kept, x)[0], gradient(x))

@@ -54,44 +54,6 @@ def test_gradients_are_those_without_hooks(kind: str, device: torch.device, tmp_
     assert report.held == 0
 
 
-def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> None:
-    if device.type != "sim":
-        pytest.skip("it counts what the simulated device was waited for")
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
-
-    def step() -> None:
-        model(x).square().sum().backward()
-
-    with simulated.counted() as plain:
-        step()
-    with dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0)) as saving:
-        for _ in range(8):  # the 8th is the last that is compared for long
-            step()
-            torch.accelerator.synchronize(device)
-        before = saving.report().recomputed
-        with simulated.counted() as counts:
-            step()
-        assert saving.report().recomputed > before
-    assert counts.waits == plain.waits
-
-
-def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
-    """It would never drop anything if it only asked."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
-    truth = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    line = pipeline(dh.Recompute(check="always"), dh.OnDevice("1 GiB"), at_least=0)
-    with dh.save_activations(model, "*", line) as saving:
-        for step in range(1, 4):
-            grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-            assert all(torch.equal(grad.cpu(), right.cpu()) for grad, right in zip(grads, truth, strict=True))
-            if step == 1:
-                first = saving.report().recomputed
-    assert first > 0
-    assert saving.report().recomputed == 3 * first
-
-
 # -- the host runs ahead: no event is ever seen to be done before the host waits for it
 
 

@@ -115,29 +115,6 @@ def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatc
     assert torch.equal(found[0], part.cpu())
 
 
-def test_times_of_streams_that_are_behind(device: torch.device) -> None:
-    """The last read of a backward was on a stream that is done, and another one on one that is not."""
-    only_simulated(device)
-    store, x, side = dh.OnCpu(in_flight=0), given(device).detach(), new_stream(device)
-
-    def around() -> None:
-        tickets = [store.put(x.clone()) for _ in range(3)]
-        with on(side):
-            store.get(tickets[2])
-        for ticket in tickets[1::-1]:
-            store.get(ticket)
-        for ticket in tickets:
-            store.drop(ticket)
-
-    torch.accelerator.synchronize(device)
-    with simulated.held(side):
-        for _ in range(3):
-            around()
-            current_stream(device).synchronize()
-    around()
-    assert is_clean(store, device)
-
-
 def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.device) -> None:
     """A graph would have held it. Its stream has it again while another one is still to read it."""
     only_simulated(device)

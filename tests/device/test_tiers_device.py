@@ -88,17 +88,6 @@ def test_the_limit_holds_what_is_in_flight_too(kind: str, tmp_path: pathlib.Path
     assert nothing_left(tiers)
 
 
-def test_it_begins_before_the_limit(tmp_path: pathlib.Path, device: torch.device) -> None:
-    """A tensor of the largest size may be on its way while the next one comes; in up to an eighth of the limit."""
-    tiers = dh.Tiered(dh.OnDevice(16 * 4096), dh.OnCpu())
-    tickets = [tiers.put(torch.full((1024,), float(i)).to(device)) for i in range(32)]
-    assert [tiers.tier_of(ticket) for ticket in tickets] == [1] * 18 + [0] * 14
-    for i, ticket in enumerate(tickets):
-        assert torch.equal(tiers.get(ticket).cpu(), torch.full((1024,), float(i)))
-        tiers.drop(ticket)
-    assert nothing_left(tiers)
-
-
 def test_nobody_waits_on_the_host(device: torch.device) -> None:
     if device.type != "sim":
         pytest.skip("waits are counted in the simulated device")

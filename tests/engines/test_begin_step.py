@@ -158,26 +158,6 @@ def test_buckets_that_are_used_again(ranks: Ranks) -> None:
     assert ranks(_buckets) == [[True, True]] * 2
 
 
-def test_another_loss_between_does_not_begin_it_again() -> None:
-    """Two networks that are trained against each other: both are clipped before either steps."""
-    nets = [make("plain"), make("plain")]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=LR) for net in nets]
-    pairs = zip(nets, optimizers, strict=True)
-    watches = [dh.gradients(net, optimizer, rules=[dh.Scale(0.5)], every=1) for net, optimizer in pairs]
-    for step in range(2):
-        true = []
-        for net, watch in zip(nets, watches, strict=True):
-            backward(net, step, "plain", 0)
-            true.append(_norm(grads_of(net)))
-            watch.begin_step()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert [_norm(grads_of(net)) for net in nets] == pytest.approx([norm / 2 for norm in true])
-    assert [watch.steps for watch in watches] == [2, 2]
-    for watch in watches:
-        watch.remove()
-
-
 def test_a_loop_that_puts_other_gradients_in_their_place() -> None:
     model = make("plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

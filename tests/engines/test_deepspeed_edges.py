@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.rules import Rule
 from disthooks.grads.rules.base import Work
@@ -105,54 +103,6 @@ def test_a_parameter_unused_on_one_rank(ranks: Ranks) -> None:
 
 
 # --- what is where
-
-
-def _parts(rank: int, stage: int) -> tuple[list[str], dict[str, bool]]:
-    """Every element is owned once; gradient and values lie alike; nothing is disturbed while a step is under way."""
-    engine = engine_of(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    ours, found = detect_engine(engine), {"checked": True}
-    weights = weights_of(engine)
-    owned = {shard.name: torch.zeros(_numel(shard)) for shard in ours.shards}
-    lies, parts_of = [], []
-    for shard in (shard for shard in ours.shards if shard.parameter.requires_grad):
-        assert shard.part is not None
-        where = shard.part.indices(torch.device("cpu")).flatten()
-        if shard.is_owner:
-            owned[shard.name][where] += 1
-        lies.append(torch.equal(shard.values().double().flatten(), weights[shard.name].flatten()[where]))
-        parts_of.append(tuple(shard.values().shape) == shard.part.local_shape)
-        alike = shard.replica_ranks == ((0, 1) if stage == 0 else (rank,))
-        found["replica_ranks"] = alike and found.get("replica_ranks", True)
-    for count in owned.values():
-        dist.all_reduce(count)
-    checks: list[str] = []
-    handle = ours.before_any_step(lambda *args: checks.append("step") or ours.check())
-    engine.module.mid.register_forward_hook(lambda *args: checks.append("forward") or ours.check())
-    engine.module.mid[1].weight.register_hook(lambda grad: checks.append("backward") or ours.check())
-    done: list[int] = []
-    after = ours.after_step(None, lambda: done.append(len(checks)))
-    step(engine, rank)
-    for it in (handle, after):
-        it.remove()
-    found["under way"] = checks == ["forward", "backward", "forward", "backward", "step"] and done == [5]
-    found["once"] = all(bool((owned[name] == 1).all()) for name in weights)
-    found["values"], found["shapes"] = all(lies), all(parts_of)
-    empty = [s.name for s in ours.shards if s.parameter.requires_grad and s.part and 0 in s.part.local_shape]
-    return empty, found
-
-
-def _numel(shard: Any) -> int:
-    return int(getattr(shard.parameter, "ds_numel", shard.parameter.numel()))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_element_is_owned_once(ranks: Ranks, stage: int) -> None:
-    (first, found), (second, also) = ranks(_parts, stage)
-    assert all(found.values()), found
-    assert all(also.values()), also
-    assert bool(first or second) == (stage > 0)
-    assert not set(first) & set(second)
-    assert stage != 3 or second == ["gain"]
 
 
 # --- what is put back

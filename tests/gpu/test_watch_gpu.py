@@ -31,12 +31,3 @@ def test_no_host_sync() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert seen["0"].is_cuda
     assert {"forward_pre", "forward"} == {event.kind for event in traced.events}
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_replicas() -> None:
-    model = nn.DataParallel(_net())
-    with dh.trace(model, print=None) as traced, dh.features(model, "2") as seen:
-        y = model(torch.randn(16, 8, device="cuda"))
-    assert torch.equal(torch.cat([part.to(y.device) for part in seen.calls("2")]), y)
-    assert len({e.device for e in traced.events if e.kind == "forward"}) == torch.cuda.device_count()

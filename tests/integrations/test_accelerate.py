@@ -186,23 +186,6 @@ def test_accumulation_and_both_ways_of_clipping() -> None:
         assert not {"clip_grad_norm_", "clip_grad_value_", "unscale_gradients", "end_training"} & vars(acc).keys()
 
 
-def test_a_loop_that_does_not_clip_or_asks_for_unscaled_gradients() -> None:
-    with accelerator("one") as acc:
-        model, optimizer = _pair(acc)
-        with integration.prepare(acc, model, optimizer, CONFIG) as prepared:
-            for seed in range(4):
-                true = _backward(acc, model, seed)
-                if seed % 2:
-                    acc.unscale_gradients(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                prepared.gradients.flush()
-                assert prepared.gradients.latest["grad_norm"] == pytest.approx(true)
-                assert _norm(model) == pytest.approx(0.1 if seed % 2 else true / 2, rel=1e-4)
-                optimizer.zero_grad()
-            assert prepared.gradients.steps == 4
-
-
 def test_of_two_models_the_one_that_is_clipped() -> None:
     with accelerator("one") as acc:
         pairs = [_pair(acc, seed) for seed in range(2)]

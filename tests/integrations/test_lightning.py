@@ -419,24 +419,3 @@ def test_a_budget_counts_if_lightning_calls_training_step_alone(kind: str, tmp_p
     kept = callback.saved.budget
     assert (kept.rounds, kept.steps, kept.over) == (6, 3 if kind == "accumulated" else 6, 0)
     assert kept.peak <= kept.nbytes == reports[0].budget
-
-
-@pytest.mark.skipif(not memory.reset_peak_resident(), reason="no such peak")
-def test_a_module_that_calls_itself_has_one_round_in_a_step(tmp_path: pathlib.Path) -> None:
-    class Whole(Lit):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x)
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return self(batch[0]).square().mean()
-
-    store = {"kind": "OnDisk", "directory": str(tmp_path)}
-    save = [{"modules": "net.*", "at_least": 0, "store": store}]
-    callback, rounds = DisthooksCallback({"fit": True, "budget": "8 GiB", "save": save}), []
-
-    class Seen(L.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            rounds.append(callback.prepared.saving.fitted.report().rounds)
-
-    fit(Whole(), [callback, Seen()])
-    assert rounds == [0, 1, 2, 3]

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import disthooks as dh
 from disthooks import memory
 from disthooks.errors import MatchError, UsageError
-from tests.support.accelerated import llama, surroundings, tokens
+from tests.support.accelerated import llama, surroundings
 from tests.support.ranks.harness import Ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -332,22 +331,6 @@ def test_lora_in_the_trainer(tmp_path: pathlib.Path) -> None:
     assert frozen
     assert all(torch.equal(p, frozen[name]) for name, p in made.model.named_parameters() if name in frozen)
     assert callback.saved.moved > 0
-
-
-def test_hooks_attached_before_peft_wraps_the_layers() -> None:
-    """peft puts its layers into the module tree: what was attached around them stays, and is right."""
-    found = []
-    for hooked in (False, True):
-        model = llama()
-        saving = dh.save_activations(model, "model.layers.?", dh.OnDisk("/tmp")) if hooked else None
-        model = _lora(model)
-        model(**tokens(0, 0)).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert len(found[0]) == 8
-    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
-    assert saving is not None
-    assert saving.report().moved > 0
 
 
 def test_sft_trainer_with_lora(tmp_path: pathlib.Path) -> None:

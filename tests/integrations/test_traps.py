@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 import torch
 from torch import nn
@@ -23,34 +21,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x)
-
-
-def test_a_section_in_its_file_is_refused_and_a_key_further_in_is_lost(tmp_path: pathlib.Path) -> None:
-    """Why the configuration is a file of its own, and not in accelerate's, nor inside ``fsdp_config``."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    file = tmp_path / "accelerate.yaml"
-    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: false\n"
-    file.write_text(f"{text}disthooks: {{watch: {{stats: standard}}}}\n")
-    with pytest.raises(ValueError, match="unknown keys"):
-        load_config_from_file(str(file))
-    file.write_text(f"{text}fsdp_config: {{disthooks: hooks.yaml}}\n")
-    assert load_config_from_file(str(file)).fsdp_config == {"disthooks": "hooks.yaml"}, "nobody says it is unknown"
-
-
-def test_a_handler_of_ones_own_is_a_bare_key_error() -> None:
-    """Why disthooks has none; when this fails, there may be one."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    class Handler(DistributedDataParallelKwargs):
-        pass
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(KeyError):
-        Accelerator(cpu=True, kwargs_handlers=[Handler()])
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("way", ["in place", "wrapped"])
