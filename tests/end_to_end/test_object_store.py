@@ -80,14 +80,6 @@ def test_nothing_is_left_of_a_training(url: str) -> None:
     assert store.report()[0].held == 0
 
 
-@pytest.mark.full_tier(url=("memory",))
-def test_objects_of_a_process_go_with_it(url: str) -> None:
-    backend = Objects(url)
-    backend.write(memoryview(b"x"))
-    del backend
-    assert soon(lambda: not objects(url))
-
-
 def test_the_end_of_a_backend_waits_for_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector may end it in a thread that holds a lock which the request needs."""
     url = f"memory://{uuid.uuid4().hex}"
