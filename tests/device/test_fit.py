@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import pathlib
 import random
 import warnings
@@ -521,29 +520,6 @@ def moving_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("moving_costs_nothing")
-@pytest.mark.full_tier
-@pytest.mark.parametrize("more", [1.0, 1.5])
-def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
-    more: float, device: torch.device, free: dict[str, Run]
-) -> None:
-    budget, off, limits = int(more * max(without("wrapped", device, free).peaks)), [0], [0]
-    plain = trained("wrapped", device, lambda model: contextlib.nullcontext(), 4 * STEPS)
-    run = Run("wrapped", device)
-    with dh.fit(run.model, budget) as fitted:
-        for _ in range(4 * STEPS):
-            run.step()
-            off.append(fitted.report().checkpoints_off)
-            limits.append(fitted.report().limit)
-    assert max(run.peaks) <= budget
-    at = off.index(12)
-    assert off[at - 1] <= 2, "by bytes alone"
-    assert limits[at] <= 0.6 * limits[at - 1], "what a step needs with another mixture is not known"
-    assert fitted.report().saved.moved > 0
-    weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
-    assert all(torch.equal(*pair) for pair in zip(weights, plain.weights, strict=True))
-
-
-@pytest.mark.usefixtures("moving_costs_nothing")
 def test_two_forwards_of_a_step_have_the_same_checkpoints(device: torch.device, free: dict[str, Run]) -> None:
     """The first one knows from the steps before that another one follows."""
     budget, off = 2 * max(without("wrapped", device, free).peaks), []
@@ -629,24 +605,6 @@ def test_a_layer_without_hooks_keeps_its_checkpoint(device: torch.device, free: 
             run.step()
         assert max(run.peaks) <= budget
         assert (fitted.report().checkpoints, fitted.report().checkpoints_off) == (5, 5)
-
-
-def test_the_host_and_a_disk_have_a_pace_of_their_own(
-    device: torch.device, free: dict[str, Run], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured, rates = Fitted._rates, list[Rates | None]()
-    monkeypatch.setattr(Fitted, "_rates", lambda *args: rates.append(measured(*args)) or rates[-1])
-    plain = without("decoder", device, free)
-    budget, tiers = int(0.5 * max(plain.peaks)), dh.Tiered(dh.OnCpu("4 MiB"), dh.OnDisk(str(tmp_path)))
-    run = trained("decoder", device, lambda model: dh.fit(model, budget, tiers))
-    assert max(run.peaks) <= budget
-    assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
-    assert [tier.written > 0 for tier in run.fitted.report().saved.tiers] == [False, True, True]
-    last = rates[-1]
-    assert last is not None
-    assert last.then is not None
-    assert (last.room, last.then.room, last.then.then) == (4 << 20, math.inf, None)
-    assert 0 < last.out != last.then.out > 0
 
 
 def test_the_page_draws_by_layer_what_moved_and_what_is_computed_again(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import warnings
@@ -12,12 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
-from disthooks.saved.stores import copies, host, offload
+from disthooks.saved.stores import copies, host
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
-from tests.support.stores.faulty import soon
 
 MiB = 1 << 20
 
@@ -247,33 +245,6 @@ def test_the_report(device: torch.device) -> None:
     assert seen.write_seconds > 0 < seen.read_seconds
     assert seen.measured_write > 1e6 < seen.measured_read
     assert "wrote" in str(saved.report())
-
-
-def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every call that orders streams, one after the other: the steps that follow are right, and nothing is left."""
-    x = given(device)
-    truth = gradient(x)
-    store = dh.OnCpu(in_flight="400 KiB")
-    step(store, x)
-    real, calls = copies.event_on, [0]
-    for at in range(1, 60, 7):
-        calls[0] = 0
-
-        def interrupted(*args: object, at: int = at, **kwargs: object) -> torch.Event:
-            calls[0] += 1
-            if calls[0] == at:
-                raise KeyboardInterrupt
-            return real(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(copies, "event_on", interrupted)
-            patch.setattr(offload, "event_on", interrupted)
-            with contextlib.suppress(KeyboardInterrupt):
-                assert torch.equal(step(store, x), truth)
-        gc.collect()
-        assert torch.equal(step(store, x), truth)
-    gc.collect()
-    assert soon(lambda: is_clean(store, device))
 
 
 def test_the_time_of_copies_is_shared_out_among_modules(device: torch.device) -> None:

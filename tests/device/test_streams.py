@@ -18,7 +18,7 @@ from disthooks.saved import contents
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import offload
 from tests.support.sim import simulated
-from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
+from tests.support.sim.carried import chain, every, given, is_clean, only_simulated
 
 N = 50_000
 TIME = 0.05  # seconds in which what does not wait would be done
@@ -162,26 +162,6 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
         assert all(transfer.outgoing.source is not None for transfer in flying)  # though it is copied
     del flying
     assert is_clean(store, device)
-
-
-def test_threads_that_come_and_go_learn(device: torch.device) -> None:
-    """DataParallel starts a thread for each replica in each forward."""
-    x = given(device)
-    store = dh.OnCpu(in_flight=5 * x.nbytes)
-    truth = gradient(x)
-
-    def forward(graphs: list[torch.Tensor]) -> None:
-        with dh.saving(every(store)):
-            graphs.append(chain(x))
-
-    for i in range(4):
-        before, graphs = tier(store).never_written, []
-        thread = threading.Thread(target=forward, args=(graphs,))
-        thread.start()
-        thread.join()
-        assert torch.equal(torch.autograd.grad(graphs.pop(), x)[0], truth)
-        assert is_clean(store, device)
-        assert i == 0 or tier(store).never_written - before == 5 * x.nbytes
 
 
 def test_what_stays_on_the_device_is_read_in_order(device: torch.device) -> None:

@@ -138,19 +138,6 @@ def test_wrong_options_end_at_once_and_say_what_is_right(
     assert words in capsys.readouterr().err
 
 
-def test_whole_files_are_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "demo"))
-    import text
-
-    for number in range(40):
-        (tmp_path / f"module{number}.py").write_text(f"# file {number}\n")
-    (tmp_path / "copy.py").write_text("# file 7\n")
-    found = text.load(str(tmp_path))
-    pages = [bytes(part.tolist()).split(b"\0") for part in (found.train, found.held_out)]
-    assert not set(pages[0]) & set(pages[1]), "equal files are on one side"
-    assert len(pages[0]) + len(pages[1]) == 41 == found.train_files + found.held_out_files
-
-
 def test_the_table_names_the_rank_and_the_parameter_of_a_gradient_that_is_not_finite(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

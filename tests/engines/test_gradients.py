@@ -11,7 +11,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, train, unsynced
+from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, unsynced
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -100,23 +100,6 @@ def test_torchs_own_functions_mean_the_whole_gradient_in_final(ranks: Ranks, eng
 
 
 # --- ranks that differ
-
-
-def _after_evaluation(rank: int) -> list[Any]:
-    """After a forward without backward the root's parameters stay gathered."""
-    model = make("fsdp2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        loss_of(model, 0, "fsdp2", rank)
-    with dh.gradients(model, optimizer, stats=[stats.Norm(), stats.NonFinite()]) as watch:
-        loss_of(model, 0, "fsdp2", rank).backward()
-        optimizer.step()
-    return [watch.latest]
-
-
-def test_attached_after_an_evaluation(ranks: Ranks) -> None:
-    truth = train(0, "plain", [], [stats.Norm(), stats.NonFinite()], 1)[0]
-    assert all(close(found, truth) for found in ranks(_after_evaluation))
 
 
 def _none(rank: int, engine: str, who: int) -> dict[str, Any]:

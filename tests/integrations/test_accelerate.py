@@ -186,27 +186,6 @@ def test_accumulation_and_both_ways_of_clipping() -> None:
         assert not {"clip_grad_norm_", "clip_grad_value_", "unscale_gradients", "end_training"} & vars(acc).keys()
 
 
-def test_of_two_models_the_one_that_is_clipped() -> None:
-    with accelerator("one") as acc:
-        pairs = [_pair(acc, seed) for seed in range(2)]
-        both = [integration.prepare(acc, *pair, CONFIG) for pair in pairs]
-        for seed in range(2):
-            true = []
-            for model, _ in pairs:
-                true.append(_backward(acc, model, seed))
-                acc.clip_grad_norm_(iter(list(model.parameters())), 0.1)
-            for prepared, (_, optimizer), norm in zip(both, pairs, true, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                prepared.gradients.flush()
-                assert prepared.gradients.latest["grad_norm"] == pytest.approx(norm)
-        both[0].remove()
-        assert [prepared.gradients.steps for prepared in both] == [2, 2]
-        assert "clip_grad_norm_" in vars(acc)  # the other one needs it
-        both[1].remove()
-        assert "clip_grad_norm_" not in vars(acc)
-
-
 def test_two_optimizers_and_a_spike_of_the_loss() -> None:
     """The loss is taken from ``backward``; both optimizers leave the step out, and accelerate clips both together."""
     torch.manual_seed(0)

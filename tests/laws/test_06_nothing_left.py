@@ -17,7 +17,7 @@ import subprocess
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,27 +193,6 @@ def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]
     step.assert_all_is_back()
 
 
-@pytest.mark.parametrize("hooks", [True, False])
-def test_what_torch_keeps_of_a_failed_backward_goes_with_the_next(hooks: bool, tmp_path: pathlib.Path) -> None:
-    """After a failed backward torch keeps the nodes that were next in a queue.
-
-    With or without hooks they stay until an older graph runs or the thread ends.
-    """
-    oldest, x, watch = torch.ones(1, requires_grad=True).exp(), torch.ones(64, requires_grad=True), Watch()
-    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
-    with watch, saved if hooks else contextlib.nullcontext():
-        branches = x.exp(), x.sin().exp()  # the later one is differentiated first
-        branches[1].register_hook(fail)
-        y = branches[0] + branches[1]
-    with suppressed(AsAsked):
-        y.sum().backward()
-    del y, branches
-    assert (saved.report().held if hooks else watch.alive()) > 0
-    oldest.backward()
-    assert saved.report().held == 0
-    assert soon(lambda: watch.alive() == 0)
-
-
 @pytest.mark.parametrize("fails_at", ["a weight", "a branch"])
 def test_a_full_store_frees_the_graph_of_a_failed_backward(fails_at: str, tmp_path: pathlib.Path) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
@@ -357,31 +336,6 @@ def test_a_saved_output_makes_no_cycle(function: Callable, kind: str, tmp_path: 
     assert saved.report().held >= x.nbytes
     del y
     assert left(lambda: saved.report().held, account, watch.alive) == (0, 0, 0)
-
-
-def _halves(saved: dh.saving, x: torch.Tensor) -> Iterator[torch.Tensor]:
-    with saved:
-        y = x.exp()
-        yield y
-        yield y.exp()
-
-
-@pytest.mark.parametrize("how", ["dropped", "closed", "thrown into"])
-@pytest.mark.parametrize("kind", STORES)
-def test_an_abandoned_generator_leaves_nothing(kind: str, how: str, tmp_path: pathlib.Path) -> None:
-    """When the generator goes, the block in it is left, and its graph goes, too."""
-    to, account = line(kind, tmp_path)
-    saved, x = dh.saving(to), torch.ones(64, requires_grad=True)
-    generator = _halves(saved, x)
-    next(generator)
-    if how == "closed":
-        generator.close()
-    elif how == "thrown into":
-        with suppressed(AsAsked):
-            generator.throw(AsAsked())
-    del generator
-    assert top_hooks(True) is None
-    assert (saved.report().held, account()) == (0, 0)
 
 
 # --- Files have no name, and go with the process

@@ -10,7 +10,6 @@ functions. Its sibling shows it under load.
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
 import threading
 from collections.abc import Generator
@@ -311,28 +310,6 @@ def test_an_asynchronous_forward_is_refused(tmp_path: pathlib.Path) -> None:
         dh.SaveWith(Later(2, 2), dh.OnDisk(tmp_path))
     with pytest.raises(dh.errors.UsageError, match="asynchronous"):
         dh.saving(dh.OnDisk(tmp_path))(Later(2, 2).forward)
-
-
-def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
-    """The collector may end it in the middle of our code, whatever lock is held, so ending it must not wait."""
-    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
-
-    class Owner:
-        @saved
-        def steps(self) -> object:
-            yield torch.ones(8, requires_grad=True).sin()
-
-    gc.set_threshold(1)
-    try:
-        for _ in range(50):
-            owner = Owner()
-            owner.body = owner.steps()
-            next(owner.body)
-            del owner
-            with saved:
-                torch.ones(8, requires_grad=True).sin().cos()
-    finally:
-        gc.set_threshold(700, 10, 10)
 
 
 # --- `saving` as a decorator: what the function saves goes to the store, and what is saved beside it stays

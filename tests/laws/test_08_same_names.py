@@ -468,18 +468,6 @@ def test_parametrized_modules_can_be_attached_in_any_order(order: str, tmp_path:
     assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
 
 
-def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pathlib.Path) -> None:
-    """The copies share the class that parametrize made. Removing one attachment leaves the hooks of the other on."""
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
-    teacher = copy.deepcopy(model)
-    one, two = (dh.save_activations(m, "", dh.OnDisk(tmp_path)) for m in (model, teacher))
-    one.remove()
-    teacher(torch.randn(64, 64, requires_grad=True)).sum().backward()
-    assert two.report().moved > 0
-    two.remove()
-    assert type(teacher).__bases__ == (nn.Linear,)
-
-
 def test_a_parameter_that_an_engine_put_on_the_wrapper_is_loaded_there(tmp_path: pathlib.Path) -> None:
     """FSDP1 writes its flat parameter into the dictionary of the module that it gets."""
     wrapped = dh.SaveWith(nn.Linear(4, 4), dh.OnDisk(tmp_path))

@@ -152,24 +152,6 @@ def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
     assert identical([weight.grad for weight in model.parameters()], expected)
 
 
-def test_reads_need_no_thread(none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    none_start.undo()
-    store = dh.OnDisk(tmp_path)
-    tensors = [torch.full((1000,), float(i)) for i in range(8)]
-    tickets = [store.put(tensor) for tensor in tensors]
-    store.wait()
-    store.release_idle()  # this ends the threads
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    none_start.setattr(threading.Thread, "start", refused)
-    for ticket, tensor in zip(reversed(tickets), reversed(tensors), strict=True):
-        store.prefetch(ticket)
-        assert torch.equal(store.get(ticket), tensor)
-        store.drop(ticket)
-
-
 # --- Small tensors that are written together
 
 

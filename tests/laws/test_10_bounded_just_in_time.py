@@ -16,7 +16,6 @@ import torch
 import disthooks as dh
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.host import AlignedPool
-from disthooks.saved.stores.order import AccessOrder
 from tests.support.stores.faulty import soon
 
 pytestmark = pytest.mark.any_device
@@ -119,40 +118,6 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     assert soon(lambda: mover.in_flight == 0 and not mover._ahead.planned)
     store.release_idle()
     assert soon(lambda: mover.file.in_use == 0)  # a thread may be reading in this moment
-
-
-def test_a_far_reader_is_no_new_backward() -> None:
-    """What is wanted again by itself tells nothing new; two in a row are another backward.
-
-    Nor does it when the order and its times are known: what follows is as far away as it was.
-    """
-
-    class Ticket:
-        position, dropped = 0, False
-
-    def following(position: int) -> list[int]:
-        stream.read(tickets[position])
-        found[:] = stream.after(tickets[position])
-        return [other.position for other, _ in found]
-
-    stream, found = AccessOrder(), []
-    for known in (False, True):
-        tickets = [Ticket() for _ in range(5)]
-        for ticket in tickets:
-            stream.put(ticket)
-        assert following(4) == [3, 2, 1, 0]
-        assert following(3) == [2, 1, 0]
-        before = found.copy()
-        assert following(4) == [2, 1, 0]
-        assert found == before
-        assert all(seconds > 0 for _, seconds in found) == known
-        assert following(2) == [1, 0]
-        assert following(4) == [1, 0]
-        assert following(3) == [2, 1, 0]
-        for position in (2, 1, 0):
-            assert following(position) == list(range(position))[::-1]
-        for ticket in tickets:
-            stream.drop(ticket)
 
 
 class Reads(torch.autograd.Function):
