@@ -197,27 +197,6 @@ def test_what_is_free_is_the_budget_where_training_runs_out_of_memory(
 
 
 @pytest.mark.full_tier
-@pytest.mark.parametrize("stages", [(dh.OnCpu(),), (dh.Recompute(), dh.OnCpu())], ids=["moved", "recomputed"])
-@pytest.mark.parametrize("case", CASES)
-def test_no_budget_of_many_is_passed(case: str, stages: tuple[Any, ...], device: torch.device, free: Any) -> None:
-    """Budgets in steps of 5%, each that is not too small for the step without saved tensors."""
-    most, fits = max(without(case, device, free).peaks), []
-    plain = trained(case, device, lambda model: contextlib.nullcontext(), 3 * STEPS)
-    for percent in range(40, 101, 5):
-        budget = percent * most // 100
-        try:
-            run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget, *stages), 3 * STEPS)
-        except UsageError:
-            fits.append(False)
-            continue
-        fits.append(True)
-        assert 0.8 * budget <= max(run.peaks) <= budget, percent
-        assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
-    assert fits == sorted(fits), "a budget is kept if a smaller one is"
-    assert sum(fits) >= 2
-
-
-@pytest.mark.full_tier
 def test_a_thousand_steps_of_random_lengths(device: torch.device, free: dict[str, Run]) -> None:
     budget, lengths = int(0.7 * max(without("decoder", device, free).peaks)), random.Random(0)
     run = Run("decoder", device)
@@ -353,49 +332,6 @@ def test_evaluations_between_steps_are_no_part_of_them(device: torch.device, fre
         run.step()
         assert fitted.report().rounds == STEPS + 1
         assert run.peaks[-1] <= budget
-
-
-def with_a_metric(run: Run, is_before_backward: bool) -> None:
-    """A step with a forward without gradients in it: a metric, or a moving average."""
-    run.optimizer.zero_grad()
-    torch.accelerator.reset_peak_memory_stats(run.device)
-    loss = run.model(run.x).square().mean()
-    for is_now in (True, False):
-        if is_now == is_before_backward:
-            with torch.no_grad():
-                run.model(run.x[:2]).sum()
-        if is_now:
-            loss.backward()
-    run.optimizer.step()
-    torch.accelerator.synchronize()
-    run.peaks.append(torch.accelerator.max_memory_allocated(run.device))
-
-
-@pytest.mark.full_tier(is_before_backward=(False,))
-@pytest.mark.parametrize("is_before_backward", [True, False])
-def test_a_forward_without_gradients_is_part_of_the_step_that_it_stands_in(
-    is_before_backward: bool, device: torch.device, free: dict[str, Run]
-) -> None:
-    plain = Run("decoder", device)
-    for _ in range(STEPS):
-        with_a_metric(plain, is_before_backward)
-    weights = [parameter.detach().cpu() for parameter in plain.model.parameters()]
-    del plain.model, plain.optimizer, plain.x
-    budget = int(0.75 * max(plain.peaks))
-    run = Run("decoder", device)
-    with dh.fit(run.model, budget) as fitted:
-        for _ in range(STEPS):
-            with_a_metric(run, is_before_backward)
-        assert fitted.report().rounds == STEPS - 1
-        assert max(run.peaks) <= budget
-        assert run.peaks[-1] >= 0.8 * budget
-        assert all(torch.equal(p.cpu(), q) for p, q in zip(run.model.parameters(), weights, strict=True))
-    del run, fitted
-    run = Run("decoder", device)
-    with dh.fit(run.model, int(0.25 * max(plain.peaks))):
-        with_a_metric(run, is_before_backward)
-        with pytest.raises(UsageError, match="with every saved tensor moved"):
-            with_a_metric(run, is_before_backward)
 
 
 def test_a_model_that_is_never_called_is_said_once(device: torch.device) -> None:

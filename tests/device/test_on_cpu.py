@@ -231,6 +231,38 @@ def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> No
         assert store.open().offload(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
 
 
+def test_the_order_changes(device: torch.device) -> None:
+    """Wrong guesses cost time, never a wrong tensor."""
+    store = dh.OnCpu(in_flight="600 KiB")
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(30_000, generator=generator) for _ in range(20)]
+    sources = [value.to(device) for value in values]
+    for _ in range(8):
+        tickets = [store.put(source.clone()) for source in sources]
+        for i in torch.randperm(20, generator=generator).tolist():
+            found = store.get(tickets[i])
+            assert torch.equal(found.cpu(), values[i])
+            if i % 3:
+                store.drop(tickets[i])
+        for i in range(0, 20, 3):
+            store.drop(tickets[i])
+        tickets.clear()
+        assert is_clean(store, device)
+    assert tier(store).ahead > 0
+
+
+def test_a_branch_that_is_not_used(device: torch.device) -> None:
+    """What was brought ahead for nobody goes."""
+    x = given(device)
+    store = dh.OnCpu(in_flight=4 * x.nbytes)
+    for _ in range(4):
+        with dh.saving(every(store)):
+            unused, used = chain(x), chain(x)
+        assert torch.equal(torch.autograd.grad(used, x)[0], gradient(x))
+        del unused, used
+        assert is_clean(store, device)
+
+
 def test_the_report(device: torch.device) -> None:
     x = given(device, 400_000)
     store = dh.OnCpu(in_flight="4 MiB")

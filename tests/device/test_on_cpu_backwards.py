@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def test_double_backward(device: torch.device, store: dh.OnCpu) -> None:
     assert is_clean(store, device)
 
 
+def test_several_graphs_in_any_order(device: torch.device, store: dh.OnCpu) -> None:
+    leaves = [given(device, seed=i) for i in range(4)]
+    truths = [gradient(x) for x in leaves]
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3]):
+        graphs = {}
+        for i, x in enumerate(leaves):
+            with dh.saving(every(store)):
+                graphs[i] = chain(x)
+        for i in order:
+            assert torch.equal(torch.autograd.grad(graphs.pop(i), leaves[i])[0], truths[i])
+        graphs.clear()
+        assert is_clean(store, device)
+
+
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
 def test_micro_open_of_a_pipeline(device: torch.device, store: dh.OnCpu, warm_up: int) -> None:
     """One forward, one backward, in turn, after some forwards ahead: the stages of a 1F1B schedule."""
@@ -85,6 +100,22 @@ def test_the_last_stage_keeps_every_micro_batch(device: torch.device) -> None:
         del y
         assert is_clean(store, device)
     assert tier(store).written == before > 0
+
+
+def test_backward_in_another_thread(device: torch.device, store: dh.OnCpu) -> None:
+    x = given(device)
+    truth = gradient(x)
+    found = []
+    for _ in range(3):
+        with dh.saving(every(store)):
+            y = chain(x)
+        graph = [y]
+        del y
+        thread = threading.Thread(target=lambda graph=graph: found.append(torch.autograd.grad(graph.pop(), x)[0]))
+        thread.start()
+        thread.join()
+        assert torch.equal(found[-1], truth)
+        assert is_clean(store, device)
 
 
 def test_threads_at_once(device: torch.device, store: dh.OnCpu) -> None:

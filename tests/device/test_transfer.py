@@ -81,28 +81,6 @@ def test_a_source_is_let_go_of_without_waiting(device: torch.device) -> None:
     assert torch.equal(after.cpu(), torch.full((N,), -1.0))
 
 
-def test_a_source_of_another_stream_is_let_go_of(device: torch.device) -> None:
-    """A loader's batch: its memory belongs to the loader's stream, which waits for nobody."""
-    only_simulated(device)
-    link, loader = Link(device), new_stream(device)
-    host, values = pinned(), TRUTH.pin_memory()
-    with on(loader):
-        batch = torch.empty(N, device=device)
-        batch.copy_(values, non_blocking=True)
-    current_stream(device).wait_event(event_on(loader))
-    torch.accelerator.synchronize(device)
-    with simulated.held(link._out):
-        sent = link.send(batch, host)
-        link.let_go(sent)
-        del batch
-        with on(loader):
-            for _ in range(8):
-                following = torch.empty(N, device=device)
-                following.copy_(values.new_full((N,), -1.0).pin_memory(), non_blocking=True)
-        loader.synchronize()
-    assert torch.equal(sent.wait(), TRUTH)
-
-
 def test_memory_that_is_filled_is_not_used_by_others_before(device: torch.device) -> None:
     """Reload buffers are the current stream's: what had the memory before is done with it when the copy begins."""
     only_simulated(device)
@@ -121,19 +99,6 @@ def test_memory_that_is_filled_is_not_used_by_others_before(device: torch.device
         back = link.take(coming)
     torch.accelerator.synchronize(device)
     assert torch.equal(out, torch.full((N,), 5.0))
-    assert torch.equal(back.cpu(), TRUTH)
-
-
-def test_it_comes_back_after_it_was_sent(device: torch.device) -> None:
-    only_simulated(device)
-    link = Link(device)
-    x = numbers(device)
-    torch.accelerator.synchronize(device)
-    with simulated.held(link._out):
-        sent = link.send(x, pinned())
-        coming = link.bring(sent.host, sent.done)
-        back = link.take(coming)
-        time.sleep(TIME)
     assert torch.equal(back.cpu(), TRUTH)
 
 

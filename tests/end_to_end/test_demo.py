@@ -138,24 +138,6 @@ def test_wrong_options_end_at_once_and_say_what_is_right(
     assert words in capsys.readouterr().err
 
 
-def test_the_table_names_the_rank_and_the_parameter_of_a_gradient_that_is_not_finite(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "demo"))
-    import table
-
-    places = [{"param": "head.weight", "count": 3, "rank": 1}, {"param": "norm.bias", "count": 1, "rank": None}]
-    rows = [
-        {"step": 0, "grad_norm": 2.0, "clip_ratio": 0.5, "nonfinite": 0, "nonfinite_at": []},
-        {"step": 1, "grad_norm": "nan", "clip_ratio": "nan", "nonfinite": 4, "nonfinite_at": places},
-    ]
-    log = tmp_path / "gradients.jsonl"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = dict(table._gradients(table.gradient_summary(log)))
-    assert shown["non-finite gradients"] == "head.weight on rank 1, step 1; norm.bias on no rank alone, step 1"
-    assert dict(table._gradients({})) == {"gradients": "logged elsewhere, as --hooks says"}
-
-
 @pytest.mark.full_tier
 @pytest.mark.dist
 def test_the_same_from_a_file(tmp_path: pathlib.Path) -> None:

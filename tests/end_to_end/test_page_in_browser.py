@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -125,34 +124,6 @@ def test_a_click_zooms_and_a_crumb_goes_back(text: Text, shown: Browser) -> None
     assert next(iter(drawn(shown))) == "blocks"
     shown.click(cell("blocks"))  # the top rectangle
     assert text("#crumbs [aria-current]") == "small"
-
-
-def test_the_keyboard_reaches_each_rectangle(text: Text, shown: Browser) -> None:
-    def focus() -> Any:
-        return shown.run("document.activeElement.dataset?.module")
-
-    shown.run("document.querySelector('.cell').focus()")
-    shown.press("ArrowDown")
-    first = focus()
-    assert first == "blocks"
-    shown.press("ArrowRight")
-    assert focus() not in (None, first)
-    shown.run(f"document.querySelector({json.dumps(cell('head'))}).focus()")
-    shown.press("Enter")
-    assert text("#crumbs [aria-current]") == "head"
-    assert focus() == "head"
-    shown.press("Escape")
-    assert text("#crumbs [aria-current]") == "small"
-    assert focus() == ""
-    count = len(drawn(shown))
-    group = max(drawn(shown), key=lambda name: drawn(shown)[name])
-    while "." in group.removeprefix("blocks."):
-        group = group.rsplit(".", 1)[0]
-    shown.run(f"document.querySelector({json.dumps(cell(group))}).focus()")
-    shown.press("u")
-    assert len(drawn(shown)) > count
-    shown.press("u")
-    assert len(drawn(shown)) == count
 
 
 def test_a_rectangle_says_its_bytes_and_operators(text: Text, shown: Browser, full: dict[str, Any]) -> None:

@@ -137,27 +137,6 @@ def test_a_step_that_was_begun(ranks: Ranks, engine: str) -> None:
         assert ranks(part, engine) == [truth] * 2, part.__doc__
 
 
-def _buckets(rank: int) -> list[bool]:
-    """The gradient of the next step lies where the last one's lay."""
-    model = nn.parallel.DistributedDataParallel(make("plain"), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    found = []
-    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], every=1) as watch:
-        for step in range(3):
-            backward(model, step, "ddp", rank)
-            if step == 1:
-                watch.begin_step()
-                continue
-            true = _norm(grads_of(model))
-            optimizer.step()
-            found.append(math.isclose(_norm(grads_of(model)), true / 2, rel_tol=1e-5))
-    return found
-
-
-def test_buckets_that_are_used_again(ranks: Ranks) -> None:
-    assert ranks(_buckets) == [[True, True]] * 2
-
-
 def test_a_loop_that_puts_other_gradients_in_their_place() -> None:
     model = make("plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
-from disthooks import stats
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError, UsageError
 from tests.support.engines import Net, close, flat, grads_of, loss_of, make, train
@@ -105,27 +104,6 @@ def test_a_final_function_gets_the_part_that_is_here(ranks: Ranks, engine: str) 
         assert said == "" or "'embed.weight'" in said
         names |= has.keys()
     assert names == grads_of(model).keys()
-
-
-def _in_mid_forward(rank: int, engine: str) -> tuple[int, bool]:
-    """Under SHARD_GRAD_OP views stand in the places of parameters until backward."""
-    model, seen = make(engine), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss = loss_of(model, 0, engine, rank)
-    names = sorted(shard.name for shard in detect_engine(model).shards)
-    with dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch:
-        detect_engine(model).check()
-        watch._checks.engine.check()
-        loss.backward()
-        optimizer.step()
-        with dh.on_gradient(model, "*", lambda grad: seen.append(grad), at="local"):
-            (loss_of(model, 0, engine, rank) + loss_of(model, 1, engine, rank)).backward()
-    return len(seen), names == sorted(name for name, _ in Net().named_parameters())
-
-
-@pytest.mark.parametrize("engine", ["fsdp1op", "fsdp1flatop", "fsdp1none", "fsdp1"])
-def test_attached_and_checked_between_forward_and_backward(ranks: Ranks, engine: str) -> None:
-    assert ranks(_in_mid_forward, engine) == [(len(list(Net().parameters())), True)] * 2
 
 
 # --- four ranks

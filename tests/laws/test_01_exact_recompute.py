@@ -25,7 +25,6 @@ from disthooks.saved.report import SavedReport
 from tests.support import zoo
 from tests.support.functions import SavesItsOutput
 from tests.support.models import build, identical, step
-from tests.support.threads import together
 
 STORES: dict[str, Callable[[object], object]] = {"disk": dh.OnDisk, "cpu": lambda _: dh.OnCpu()}
 
@@ -190,27 +189,6 @@ def test_a_second_derivative_is_exact(kind: Callable[[], nn.Module], tmp_path: p
         found = [g for g in _penalty(model, x) if g is not None]
     assert identical(found, truth)
     assert saving.report().recomputed > 0
-
-
-def test_any_number_of_backwards_runs_in_any_thread(tmp_path: pathlib.Path) -> None:
-    torch.manual_seed(0)
-    model, x = _blocks(Gated)(), _rows()
-    weights = list(model.parameters())
-    truth = torch.autograd.grad(model(x).sum(), weights)
-    saving = dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0))
-    losses, found = [model(x).sum()], []
-
-    def backward() -> None:
-        found.append(torch.autograd.grad(losses[0], weights, retain_graph=True))
-
-    backward()
-    backward()
-    assert set(together([backward] * 3)) == {None}
-    assert len(found) == 5
-    assert all(identical(list(grads), list(truth)) for grads in found)
-    losses.clear()
-    assert saving.report().recomputed > 0
-    assert saving.report().held == 0
 
 
 def test_the_number_of_threads_in_backward_does_not_matter(tmp_path: pathlib.Path) -> None:

@@ -15,7 +15,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,6 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import StoreError
-from disthooks.saved.contents import StoredTickets
 from disthooks.saved.hooks import SavedTensorHooks
 from disthooks.saved.pipeline import pipeline
 from tests.support.functions import SavesItsOutput
@@ -40,28 +38,6 @@ pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("no_collector")]
 
 
 # --- Bytes go with the graph
-
-
-def test_nothing_is_counted_after_a_destructor_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # that of pytest holds the frame, and what is in it
-    with dh.saving(line("copies", None)[0]) as saved:
-        y = ones(64, 64).exp()
-    assert saved.report().held == y.nbytes
-    interrupted: list[bool] = []
-
-    def trace(frame: types.FrameType, *_: Any) -> None:
-        if frame.f_code is StoredTickets.__del__.__code__:
-            interrupted.append(True)
-            raise KeyboardInterrupt  # as the handler of a signal that arrives when the destructor begins
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        del y
-    finally:
-        sys.settrace(before)
-    assert interrupted
-    assert saved.report().held == 0
 
 
 def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:

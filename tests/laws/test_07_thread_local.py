@@ -17,10 +17,9 @@ from collections.abc import Generator
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import disable_saved_tensors_hooks
 
 import disthooks as dh
-from disthooks._torch import hooks_allowed, top_hooks
+from disthooks._torch import top_hooks
 from disthooks.saved.pipeline import pipeline
 from tests.support.replicas import replicate
 from tests.support.stores.copies import Copies
@@ -148,26 +147,6 @@ def test_without_grad_nothing_is_saved(pair: Pair) -> None:
     with torch.no_grad():
         assert not pair(lambda: x.exp()).requires_grad
     assert torch.equal(x.grad, x.exp())
-
-
-def test_hooks_that_are_disabled_step_back(pair: Pair) -> None:
-    x = ones(5)
-    with disable_saved_tensors_hooks("not here"):
-        y = pair(lambda: x.exp())  # steps back
-        with disable_saved_tensors_hooks("nor here"):
-            assert not hooks_allowed()
-        assert not hooks_allowed()
-    assert hooks_allowed()
-    assert pair.packed == 0
-    y.sum().backward()
-
-    def disable() -> None:
-        with disable_saved_tensors_hooks("not inside"):
-            pytest.fail("hooks are on")
-
-    with pytest.raises(RuntimeError, match="not inside"):
-        pair(disable)
-    assert hooks_allowed()
 
 
 def test_torchs_own_contexts_work_on_either_side(pair: Pair) -> None:

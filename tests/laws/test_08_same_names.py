@@ -370,28 +370,6 @@ def test_copies_and_pickles_of_an_attached_model_are_plain(tmp_path: pathlib.Pat
         assert saving.report().stored == before
 
 
-class Copies(nn.Linear):
-    """Makes its copies in its own way, from its own class."""
-
-    def __deepcopy__(self, memo: dict) -> Copies:
-        twin = self.__class__.__new__(self.__class__)
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
-
-
-def test_a_copy_made_in_a_modules_own_way_is_not_attached(tmp_path: pathlib.Path) -> None:
-    model = nn.Sequential(Copies(64, 64), nn.Tanh())
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.save_activations(model, "0", dh.OnDisk(tmp_path)) as saving:
-        twin = copy.deepcopy(model)
-        twin(x).sum().backward()
-        assert saving.report().calls == 0
-        with dh.save_activations(twin, "0", dh.OnDisk(tmp_path)) as own:
-            twin(x).sum().backward()
-        assert own.report().moved > 0
-        assert saving.report().calls == 0
-
-
 COPIES = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 
 

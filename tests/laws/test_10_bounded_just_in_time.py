@@ -134,29 +134,6 @@ class Reads(torch.autograd.Function):
         return grad, grad.sum().expand_as(data)
 
 
-@pytest.mark.parametrize(("between", "loads"), [(1, 1), (4, 2)])
-def test_what_a_far_reader_wants_is_not_held_for_it(between: int, loads: int, tmp_path: pathlib.Path) -> None:
-    """A content is held for a reader that comes soon.
-
-    For a reader that comes after many other bytes it is restored again.
-    """
-    leaf = torch.randn(64, 64, requires_grad=True)
-    shared = leaf * 1
-    with dh.saving(dh.OnDisk(tmp_path), at_least=0) as saved:
-        y = Reads.apply(torch.zeros(1, requires_grad=True), shared)
-        others = [leaf + i for i in range(between)]
-        for other in others:
-            y = Reads.apply(y, other)
-        y = Reads.apply(y, shared)
-    report = saved.report()
-    assert report.stored == (1 + between) * leaf.nbytes
-    assert report.shared == leaf.nbytes
-    y.backward()
-    assert torch.equal(leaf.grad, torch.full_like(leaf, 2.0 + between))
-    assert saved.report().loaded == (loads + between) * leaf.nbytes
-    assert saved.report().held == 0
-
-
 @pytest.mark.parametrize("writes", [False, True])
 def test_far_readers_see_what_was_saved_whatever_nearer_ones_do(writes: bool, tmp_path: pathlib.Path) -> None:
     """This holds in several backwards of one graph, and when each reader writes into the tensor that it got."""
