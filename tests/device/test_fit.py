@@ -282,29 +282,6 @@ def test_inputs_of_many_sizes(device: torch.device, free: dict[str, Run]) -> Non
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-def test_what_a_size_needs_does_not_depend_on_other_sizes_or_on_a_log(device: torch.device) -> None:
-    """What the device held at most is that of one round: not of a larger one before, nor of the time since a record."""
-    alone, _ = _needs(device, (32, 32, 32), is_logged=False)
-    for is_logged in (False, True):
-        small, large = _needs(device, (32, 32, 64, 64, 32, 32), is_logged)
-        assert small == pytest.approx(alone, rel=0.1)
-        assert large > 1.5 * small > 0
-
-
-def _needs(device: torch.device, lengths: tuple[int, ...], is_logged: bool) -> tuple[int, int]:
-    """What ``fit`` has learnt that the smallest and the largest inputs need beside saved tensors."""
-    run = Run("decoder", device)
-    with dh.fit(run.model, "1 GiB") as handle, contextlib.ExitStack() as stack:
-        if is_logged:
-            also = [lambda: {"number": 1.0}]
-            stack.enter_context(dh.gradients(run.model, run.optimizer, rules=[dh.ClipNorm(1e9)], also=also, every=1))
-        for length in lengths:
-            run.step(images(8, length, 8).to(device))
-        learnt = handle.state_dict()["needs"]
-    newest = [list(learnt[size].values())[-1] for size in sorted(learnt)]
-    return newest[0], newest[-1]
-
-
 def evaluated(run: Run, nbytes: int) -> None:
     """An evaluation whose peak is far above that of a step."""
     with torch.no_grad():

@@ -263,22 +263,6 @@ def test_a_branch_that_is_not_used(device: torch.device) -> None:
         assert is_clean(store, device)
 
 
-def test_the_report(device: torch.device) -> None:
-    x = given(device, 400_000)
-    store = dh.OnCpu(in_flight="4 MiB")
-    with dh.saving(every(store)) as saved:
-        y = chain(x, 12)
-    torch.autograd.grad(y, x)
-    del y
-    assert is_clean(store, device)
-    seen = tier(store)
-    assert seen.written == 12 * x.nbytes
-    assert seen.read + seen.from_memory == seen.written
-    assert seen.write_seconds > 0 < seen.read_seconds
-    assert seen.measured_write > 1e6 < seen.measured_read
-    assert "wrote" in str(saved.report())
-
-
 def test_the_time_of_copies_is_shared_out_among_modules(device: torch.device) -> None:
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(3)])
     model.to(device)

@@ -16,7 +16,6 @@ from disthooks import _torch
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores import offload
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, is_clean, only_simulated
 
@@ -70,22 +69,6 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
     assert torch.equal(store.peek(ticket), x.cpu())
     store.drop(ticket)
     assert is_clean(store, device)
-
-
-def test_a_copy_of_its_own_is_read_on_another_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of something large is copied when it is put, after what its reader has waited for."""
-    only_simulated(device)
-    store, side = dh.OnCpu(), new_stream(device)
-    large = given(device, 8 * N).detach()
-    monkeypatch.setattr(offload, "_copy", copied)
-    torch.accelerator.synchronize(device)
-    with simulated.held(side):
-        with on(side):
-            ticket = store.put(large[N : 2 * N])
-        thread, found = beside(lambda: store.get(ticket))
-        time.sleep(TIME)
-    thread.join()
-    assert torch.equal(found[0], large[N : 2 * N].cpu())
 
 
 def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,40 +191,6 @@ def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path, ou
     assert groups["tests/gpu/test_watch_gpu.py"] == {"not_run": "no time was left"}
 
 
-FAILS = """
-import torch
-from accelerator import Device
-from rows import Bench
-from workloads import image
-import disthooks as dh
-
-def full(self, tensor):
-    raise torch.OutOfMemoryError("no room for a tensor of 1 GiB")
-
-dh.Quantize.encode = full
-bench = Bench(Device("cpu"), image("tiny", torch.device("cpu")), 1, lambda: 100.0)
-assert "step_ms" in bench.row("nothing")
-failed = bench.row("disthooks Quantize(4), OnCpu")
-assert failed == {"failed": "OutOfMemoryError: no room for a tensor of 1 GiB"}, failed
-assert bench.row("disthooks OnCpu")["gradients_identical"]
-bench._took[False] = 1000.0  # of those of others: one that page-locks everything anew must not end ours
-assert "step_ms" in bench.row("disthooks Tiered at 5 GB")
-late = {"not_run": "no time was left"}
-assert bench.row("checkpoint per block") == late
-bench._took[False], bench.device.locks_per_s = 0.0, bench._saved[1] / 99.0
-assert "step_ms" in bench.row("torch save_on_cpu")
-bench._took[False], bench.left = 0.0, lambda: 98.0
-assert bench.row("torch save_on_cpu") == late, "page-locking alone takes longer"
-bench.left = lambda: 0.0
-assert bench.row("checkpoint per block") == late
-"""
-
-
-def test_a_way_that_fails_is_named_and_the_rest_runs() -> None:
-    """A process of its own: the benchmarks have a module ``models`` as the laws do."""
-    run("-c", FAILS, path=ROOT / "benchmarks")
-
-
 def test_figures_that_are_kept_are_those_of_the_results(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     from figure import charts
@@ -249,18 +215,6 @@ def test_a_benchmark_stands_beside_the_one_of_another_commit(out: pathlib.Path) 
         assert 0 < row["least"] <= row["ratio"] <= row["most"]
     listed = subprocess.check_output(["git", "-C", str(ROOT), "worktree", "list"], text=True)
     assert "disthooks-before-" not in listed, "the temporary checkout is still registered"
-
-
-def test_ratios_are_taken_turn_by_turn() -> None:
-    from before import compared, figures
-
-    before = [{"a": 1.0, "gone": 1.0, "b": 1.0}, {"a": 10.0, "gone": 1.0, "b": 1.0}, {"a": 2.0, "gone": 1.0, "b": 1.0}]
-    now = [{"a": 2.0, "b": 1.0}, {"a": 10.0, "b": -0.5}, {"a": 1.0, "b": 1.0}]
-    row = compared(before, now)["a"]
-    assert compared(before, now).keys() == {"a"}
-    assert (row["before"], row["now"], row["ratio"], row["least"], row["most"]) == (2.0, 2.0, 1.0, 0.5, 2.0)
-    result = {"results": {"way": {"step_seconds": 2, "gradients_identical": True}}, "machine": {"cores": 2}}
-    assert dict(figures(result)) == {"way: step_seconds": 2.0}
 
 
 def test_the_faults_that_were_measured_are_those_that_the_docs_name() -> None:

@@ -350,6 +350,23 @@ def test_what_one_rank_does_leaves_none_waiting(ranks: Ranks, tmp_path: pathlib.
     assert (first, second) == (["AttachError", True, 1], ["ConfigError", True, 1])
 
 
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_unwrapping_leaves_the_hooks(way: str, tmp_path: pathlib.Path) -> None:
+    """``extract_model_from_parallel`` takes off whatever has an attribute ``module``."""
+    from accelerate.utils import extract_model_from_parallel
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if way == "wrapped":
+        saving: Any = dh.SaveWith(model[1], dh.OnDisk(tmp_path), at_least=0)
+        model[1] = saving
+    else:
+        saving = dh.save_activations(model, "1", dh.OnDisk(tmp_path), at_least=0)
+    unwrapped = extract_model_from_parallel(model, recursive=True)
+    assert list(unwrapped.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    unwrapped(torch.randn(3, 4)).sum().backward()
+    assert saving.report().moved > 0
+
+
 def test_it_is_told_what_is_no_accelerator() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="give the Accelerator, got Linear"):

@@ -25,7 +25,6 @@ from tests.support.ranks.harness import Ranks
 L = pytest.importorskip("lightning")
 pytestmark = pytest.mark.dist
 
-from lightning.pytorch.utilities import grad_norm  # noqa: E402
 
 from disthooks.integrations.lightning import DisthooksCallback  # noqa: E402
 from tests.support.lit import NORMS, SAVE, Lit, batches, fit, strategy_of  # noqa: E402
@@ -197,32 +196,6 @@ class Gan(Lit):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         held = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.norms.append(float(torch.cat([grad.flatten() for grad in held]).norm()))
-
-
-class Clipping(Lit):
-    """Manual optimization that clips itself, and measures another loss before it steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.net(batch[0]).square().mean())
-        self.true = float(grad_norm(self, 2)["grad_2.0_norm_total"])
-        self.trainer.callbacks[0].prepared.gradients.begin_step()
-        self.halved = float(grad_norm(self, 2)["grad_2.0_norm_total"])
-        self.clip_gradients(optimizer, gradient_clip_val=self.true / 4)
-        self.net(batch[0]).square().mean()
-        optimizer.step()
-
-
-def test_manual_optimization_that_clips() -> None:
-    model, callback = Clipping(), DisthooksCallback({"watch": {**NORMS, "rules": [{"kind": "Scale", "factor": 0.5}]}})
-    fit(model, [callback], max_steps=3)
-    assert (callback.latest["step"], callback.latest["grad_norm"]) == (2, pytest.approx(model.true))
-    assert [model.halved, model.norms[-1]] == pytest.approx([model.true / 2, model.true / 4], rel=1e-4)
 
 
 def test_several_optimizers() -> None:

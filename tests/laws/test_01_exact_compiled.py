@@ -207,15 +207,6 @@ class Loop(Net):
         return F.linear(x.sin(), self.embed.weight)
 
 
-def test_a_loop_over_attached_modules_is_not_compiled_but_they_are(to: Any) -> None:
-    wanted, model, compiler = steps(Loop()), Loop(), CompileCounterWithBackend("eager")
-    counters.clear()
-    moved = in_place(model, to)
-    assert identical(steps(model, torch.compile(model, backend=compiler)), wanted)
-    assert moved() > 2**19
-    assert compiler.frame_count == 1  # the compiler gives up a function whose graph breaks in a loop
-
-
 @pytest.mark.parametrize("attach", [in_place, wrap])
 def test_one_graph_is_refused_in_training_and_given_in_evaluation(attach: Any, to: Any) -> None:
     attach(model := Net(), to)

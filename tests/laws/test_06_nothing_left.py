@@ -374,6 +374,7 @@ WHERE
 """
 
 
+@pytest.mark.first_tier(where=("backward()",))
 @pytest.mark.parametrize(
     "where", ["backward()", "t = threading.Thread(target=backward); t.start(); t.join()"], ids=["main", "thread"]
 )

@@ -155,6 +155,7 @@ def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
 # --- Small tensors that are written together
 
 
+@pytest.mark.second_tier
 def test_a_slab_is_never_larger_than_the_memory_it_is_joined_in(tmp_path: pathlib.Path) -> None:
     """A tensor of one byte takes 64 bytes in a slab.
 

@@ -403,18 +403,6 @@ def test_ranks_that_share_data_are_refused(ranks: Ranks, kind: Any) -> None:
     assert ranks(_tensor_parallel, kind) == [True] * 2
 
 
-def test_local_norms_are_taken_in_logged_steps_only() -> None:
-    assert [record["step"] for record in _watched(0, "plain", steps=4, every=3)] == [0, 0, 0, 3]
-    model, looked = make("plain"), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[stats.Spread()], every=3) as watch:
-        for step in range(4):
-            loss_of(model, step, "plain").backward()
-            looked.append(len(watch._runner.local_hooks._stats))
-            optimizer.step()
-    assert looked == [8, 0, 0, 8]
-
-
 def _unused(rank: int) -> dict[str, Any]:
     """Rank 1 does not use the second layer."""
     torch.manual_seed(0)

@@ -162,7 +162,7 @@ WAYS: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 }
 
 
-@pytest.mark.first_tier(way=WAYS.keys() - {"accelerate with a scaler"})
+@pytest.mark.first_tier(way=WAYS.keys() - {"accelerate with a scaler", "compiled"})
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_calls_the_step_it_is_left_out(way: str) -> None:
     model = net()
