@@ -1,4 +1,4 @@
-"""Laws 1, 9 and 10 of one process with several devices: each has the limit for itself, and a tape of its own."""
+"""Laws 1, 9 and 10 of one process with several devices: each has the limit for itself."""
 
 from __future__ import annotations
 

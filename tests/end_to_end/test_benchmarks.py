@@ -181,14 +181,14 @@ def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path, ou
         "def test_hangs():\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    time.sleep(600)\n"
     )
     options = ["--device", "cpu", "--jobs", "1", "--limit", "20", "--json", str(out)]
-    run("tests/gpu/run.py", *options, "--only", str(tests), "tests/gpu/test_watch_gpu.py", code=1)
+    run("tests/gpu/run.py", *options, "--only", str(tests), "tests/gpu/test_parallel_gpu.py", code=1)
     groups = json.loads(out.read_text())["groups"]
     found = groups[str(tests)]
     assert found["passed"] == 1
     assert list(found["failed"]) == [next(name for name in found["failed"] if name.endswith("test_bad"))]
     assert list(found["skipped"]) == ["could not import 'no_such_package': No module named 'no_such_package'"]
     assert found["ended"] == "no time was left"
-    assert groups["tests/gpu/test_watch_gpu.py"] == {"not_run": "no time was left"}
+    assert groups["tests/gpu/test_parallel_gpu.py"] == {"not_run": "no time was left"}
 
 
 def test_figures_that_are_kept_are_those_of_the_results(tmp_path: pathlib.Path) -> None:

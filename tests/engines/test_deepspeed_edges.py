@@ -83,9 +83,6 @@ def test_under_autocast_with_a_grad_scaler(ranks: Ranks, stage: int) -> None:
     assert ranks(_autocast, stage) == [[True] * 3] * 2
 
 
-# --- what is where
-
-
 # --- what is put back
 
 

@@ -1,4 +1,4 @@
-"""Laws 11 and 14 on FSDP1: which elements of a flat parameter a rank has, and gradients before their reduction."""
+"""Law 14 on FSDP1: gradients before their reduction."""
 
 from __future__ import annotations
 

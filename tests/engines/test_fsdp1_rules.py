@@ -1,4 +1,4 @@
-"""Laws 11 and 15 on FSDP1: some of the parameters, parameters of all kinds, replicas, and what is refused."""
+"""Laws 11 and 15 on FSDP1: parameters beside flat ones, the part that a final function gets, and what is refused."""
 
 from __future__ import annotations
 
@@ -104,9 +104,6 @@ def test_a_final_function_gets_the_part_that_is_here(ranks: Ranks, engine: str) 
         assert said == "" or "'embed.weight'" in said
         names |= has.keys()
     assert names == grads_of(model).keys()
-
-
-# --- four ranks
 
 
 # --- what is refused

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import disthooks as dh
 from disthooks import stats
@@ -67,3 +68,22 @@ def test_one_reading_finds_what_it_finds_on_the_cpu(dtype: torch.dtype) -> None:
     assert torch.equal(found.counts.cpu(), host.counts)
     for name in _ORDER:
         assert torch.allclose(found.facts[name].cpu(), host.facts[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 4)).cuda()
+
+
+def test_watching_adds_no_host_sync() -> None:
+    model, x = _net(), torch.randn(16, 8, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with dh.trace(model, print=None) as traced, dh.features(model, "*", copy=True) as seen:
+            model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen["0"].is_cuda
+    assert {"forward_pre", "forward"} == {event.kind for event in traced.events}

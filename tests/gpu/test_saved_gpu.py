@@ -1,4 +1,4 @@
-"""Saved tensors of a GPU: exact, really moved, and ordered on the streams that use them."""
+"""Saved tensors of a GPU under autocast, with accumulated gradients."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 
 import disthooks as dh
 from disthooks.saved.stores.copies import Link
-from disthooks.saved.stores.host import PinnedPool
+from disthooks.saved.stores.host import PAGE, PinnedPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MiB = 1 << 20
@@ -68,3 +70,14 @@ def test_a_step_does_not_synchronise(cuda: torch.device, in_flight: int | str) -
             torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(found, truth * 3, strict=True))
     assert saving.report().moved > 500 * MiB
+
+
+def test_it_is_written_from_pinned_pages(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    ticket = store.put(torch.randn(1 << 20, device="cuda"))
+    outgoing = ticket.entry.outgoing
+    if outgoing is not None:
+        assert outgoing.host.is_pinned()
+        assert outgoing.host.data_ptr() % PAGE == 0
+    store.wait()
+    store.drop(ticket)

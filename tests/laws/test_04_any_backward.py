@@ -28,9 +28,6 @@ from tests.support.threads import together
 pytestmark = pytest.mark.any_device
 
 
-# --- Again, twice, partly, late, in another thread, or never
-
-
 # --- What a graph node says of the tensors that it saved, as in torch's own tests
 
 

@@ -1,6 +1,6 @@
 """Law 6, nothing left on a disk.
 
-After Ctrl-C at any moment, at the end of the process, and after thousands of steps.
+After Ctrl-C at any moment, and at the end of the process.
 """
 
 from __future__ import annotations

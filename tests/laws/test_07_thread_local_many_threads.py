@@ -1,6 +1,6 @@
 """Law 7, thread-local, under load.
 
-Many threads over one store, one attachment, each other's graphs, and the collector.
+Many threads over one store and one attachment, and the collector.
 """
 
 from __future__ import annotations
