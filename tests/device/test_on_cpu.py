@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.saved.stores import copies, host
+from disthooks.saved.stores.order import TimedOrder
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
@@ -261,6 +262,25 @@ def test_a_branch_that_is_not_used(device: torch.device) -> None:
         assert torch.equal(torch.autograd.grad(used, x)[0], gradient(x))
         del unused, used
         assert is_clean(store, device)
+
+
+def test_lanes_forget_what_is_long_ago() -> None:
+    class Ticket:
+        position, dropped, nbytes = 0, False, 8
+
+    lane = TimedOrder()
+    for count in range(1, 40):
+        tickets = [Ticket() for _ in range(count)]
+        for ticket in tickets:
+            lane.put(ticket)
+        for ticket in tickets:
+            lane.read(ticket)
+        for ticket in tickets:
+            ticket.dropped = True
+            lane.drop(ticket)
+    assert len(lane._rounds) <= 8
+    assert not lane._turns
+    assert not lane._before
 
 
 def test_the_time_of_copies_is_shared_out_among_modules(device: torch.device) -> None:
