@@ -53,6 +53,31 @@ def test_each_step_drops_all_copies_and_waits_in_the_first_alone(device: torch.d
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
 
 
+def _trained_in_one_context(device: torch.device, hooks: bool) -> tuple[list[torch.Tensor], int]:
+    """The gradients of three steps, in which no change of a weight is counted, and the bytes that were cast again."""
+    model, x = _model(device)
+    seen, recast = [], 0
+    with torch.autocast(device.type, torch.bfloat16):
+        for _ in range(3):
+            with dh.save_activations(model, "", dh.OnCpu()) if hooks else contextlib.nullcontext() as saving:
+                loss = model(x).square().sum()
+                seen += torch.autograd.grad(loss, list(model.parameters()))
+            del loss
+            torch.accelerator.synchronize(device)
+            for weight in model.parameters():
+                weight.data.mul_(1.5)
+            recast += saving.report().recast if saving else 0
+    return [grad.cpu() for grad in seen], recast
+
+
+def test_a_copy_that_is_older_than_its_weight_stays(device: torch.device) -> None:
+    """Autocast's cache lives as long as its context, here for all steps: torch trains with the first copies."""
+    truth, _ = _trained_in_one_context(device, False)
+    found, recast = _trained_in_one_context(device, True)
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    assert recast == 96 * 64 * 2
+
+
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 def test_a_weight_that_is_moved_comes_back_by_its_checksum(device: torch.device, forwards: int) -> None:
     """As engines move weights: until a backward has seen a weight where it was, a checksum is taken."""

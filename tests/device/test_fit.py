@@ -21,6 +21,7 @@ import disthooks as dh
 from disthooks.errors import UsageError
 from disthooks.report.document import document
 from disthooks.report.log import read
+from disthooks.saved.computed_again import ComputedAgain
 from disthooks.saved.cost import Rates
 from disthooks.saved.fit import Fitted
 from tests.support.models import Block
@@ -449,6 +450,30 @@ def test_two_forwards_of_a_step_have_the_same_checkpoints(device: torch.device, 
     steps = list(zip(off[::2], off[1::2], strict=True))
     assert (12, 12) in steps, "whether it stays so depends on the clock"
     assert all(first == second for first, second in steps[1:])
+
+
+def test_a_limit_that_was_halved_stays_so_within_the_step(
+    device: torch.device, free: dict[str, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another mixture was chosen for the first forward, and then a second one follows that nobody has expected."""
+    choose, new = ComputedAgain.choose, [False]
+
+    def chosen(self: ComputedAgain, size: int, limit: int, rates: Any = None, is_going_on: bool = False) -> bool:
+        return choose(self, size, limit, rates, is_going_on) or (new[0] and not is_going_on)
+
+    monkeypatch.setattr(ComputedAgain, "choose", chosen)
+    run = Run("decoder", device)
+    with dh.fit(run.model, 6 * max(without("decoder", device, free).peaks)) as fitted:
+        for _ in range(STEPS):
+            run.step()
+        before, new[0] = fitted.report().limit, True
+        losses, limits = [], []
+        for _ in range(2):
+            losses.append(run.model(run.x).square().mean())
+            limits.append(fitted.report().limit)
+        sum(losses).backward()
+    assert 0 < limits[0] < 0.6 * before
+    assert limits[1] <= limits[0]
 
 
 @pytest.mark.usefixtures("without_seconds")

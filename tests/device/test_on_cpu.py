@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
+import types
 import warnings
 
 import pytest
@@ -206,6 +208,22 @@ def test_it_comes_back_ahead(device: torch.device) -> None:
     assert seen.ahead > seen.read / 2
     assert seen.in_vain == 0
     assert 0 < seen.read <= seen.written
+
+
+def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
+    """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
+    offload = dh.OnCpu().open().offload(device)
+    offload._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
+
+    class Transfer:
+        nbytes, coming = 1000, None
+
+    transfers = [Transfer() for _ in range(3)]
+    for due, count in (([1.0, 2.0, 10.0], 2), ([1.0, 1.5, 2.0], 3), ([5.0, 9.0, 11.0], 1), ([1.0, 20.0, 30.0], 1)):
+        assert offload._how_many(dict(zip(transfers, due, strict=True)), 0.5, due[0]) == count
+    assert offload._how_many(dict.fromkeys(transfers, math.nan), None, None) == 3
+    transfers[0].coming = types.SimpleNamespace(is_done=lambda: True)
+    assert offload._how_many(dict(zip(transfers, [1.0, 3.0, 9.0], strict=True)), 0.5, 1.0) == 1
 
 
 def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
