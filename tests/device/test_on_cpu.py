@@ -7,12 +7,14 @@ import math
 import threading
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
+from disthooks.errors import StoreError
 from disthooks.saved.stores import copies, host
 from disthooks.saved.stores.order import TimedOrder
 from tests.support.models import CASES, build, identical
@@ -20,7 +22,7 @@ from tests.support.models import step as train
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
 
-MiB = 1 << 20
+KIB, MiB = 1 << 10, 1 << 20
 
 
 @pytest.mark.parametrize("in_flight", ["512 MiB", "300 KiB", "64 KiB", 0])
@@ -348,3 +350,40 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
         assert tier(store).held > 1 << 20
     done.clear()
     assert is_clean(store, device)
+
+
+def _host(store: dh.OnCpu, device: torch.device) -> int:
+    """Bytes of host memory that what was sent takes."""
+    return store.open().offload(device).pool.in_use
+
+
+def test_one_survivor_counts_as_the_memory_that_it_keeps(device: torch.device) -> None:
+    store = dh.OnCpu("2 MiB", in_flight="1 MiB", pin_memory=False)
+    before = _host(store, device)
+    survivors: list[tuple[int, Any]] = []
+
+    def group(number: int) -> None:
+        """Four tensors of 32 KiB go together, and one of them stays."""
+        tickets = [store.put(torch.full((8 * KIB,), float(number), device=device)) for _ in range(4)]
+        store.wait()
+        survivors.append((number, tickets[0]))
+        for ticket in tickets[1:]:
+            store.drop(ticket)
+
+    def groups() -> None:
+        for number in range(300):
+            group(number)
+
+    with pytest.raises(StoreError, match="full"):
+        groups()
+    assert 4 <= len(survivors) < 64
+    assert _host(store, device) - before <= 2 * KIB * KIB + 256 * KIB
+    for number, ticket in survivors:
+        assert torch.equal(store.get(ticket).cpu(), torch.full((8 * KIB,), float(number)))
+        store.drop(ticket)
+    survivors.clear()
+    del ticket
+    torch.accelerator.synchronize()
+    store.wait()
+    assert store.report()[0].held == 0
+    store.put(torch.ones(8 * KIB, device=device))  # there is room again

@@ -1,4 +1,4 @@
-"""Every example runs alone and proves what it shows; two as real processes, the others in this one to save imports."""
+"""Every example runs alone and proves what it shows; three as real processes too."""
 
 from __future__ import annotations
 
