@@ -78,7 +78,7 @@ def train(rank: int, bit: Bit, text: torch.Tensor, vocabulary: int, file: pathli
     with dh.gradients(ddp, optimizer, stats=[dh.stats.Fingerprints()], sinks=sinks, every=1):
         for step in range(STEPS):
             now[0] = step
-            tokens, targets = batch_of(text, Fault("", 0, -1, -1, bit.where), 0, step, rank, vocabulary)
+            tokens, targets = batch_of(text, Fault("", 0, -1, -1, bit.where), 0, step, rank, vocabulary, "")
             if happens() and bit.kind == "weight":
                 module.weight.data.copy_(flipped(module.weight, bit.seed))
             loss = nn.functional.cross_entropy(ddp(tokens).flatten(0, 1), targets.flatten())

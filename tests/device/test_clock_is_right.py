@@ -21,7 +21,6 @@ import disthooks as dh
 from tests.support.sim import simulated
 from tests.support.sim.clock import Event, Machine, Policy, Rates, Saved, Tape, replay
 from tests.support.sim.planned import PlannedTiered
-from tests.support.sim.policies import EverythingOut
 
 pytestmark = pytest.mark.full_tier
 KIB = 1 << 10
@@ -113,19 +112,6 @@ def are_joined(found: Sequence[int], expected: Sequence[int]) -> bool:
     return sum(found) == sum(expected) and ends.issuperset(itertools.accumulate(found))
 
 
-def test_oncpu_moves_what_its_model_moves_in_the_same_order(sim: torch.device) -> None:
-    """In its first step: the model does not learn."""
-    tape = layers(8)
-    found, expected = (
-        real(tape, dh.OnCpu(in_flight=tape.nbytes // 2), sim),
-        modelled(tape, EverythingOut(tape.nbytes // 2)),
-    )
-    assert len(found.sent) > 8
-    assert are_joined(found.sent, expected.sent)
-    assert are_joined(found.brought, expected.brought)
-    assert found.peak == pytest.approx(expected.peak, abs=max(saved.nbytes for saved in tape.saved))
-
-
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.8])
 def test_tiered_follows_the_plan_as_its_model_does(sim: torch.device, share: float) -> None:
     """The same copies in the same order, in both directions; the first step has no plan."""
@@ -141,13 +127,3 @@ def test_tiered_follows_the_plan_as_its_model_does(sim: torch.device, share: flo
             assert (found.sent, found.brought) == (expected.sent, expected.brought)
             assert found.peak == pytest.approx(expected.peak, abs=largest)
             assert found.peak <= limit + largest, "the tensor that is put, or read, is there already"
-
-
-def test_lengths_that_vary_are_planned_as_in_the_model(sim: torch.device) -> None:
-    tapes = [layers(8, length) for length in (8, 6, 8, 6, 7, 5)]
-    limit = int(0.55 * tapes[0].nbytes)  # at a half, the rounding of the first guess decides about one tensor
-    store, policy = dh.Tiered(dh.OnDevice(limit), dh.OnCpu()), PlannedTiered(limit)
-    for step, tape in enumerate(tapes):
-        found, expected = real(tape, store, sim), modelled(tape, policy)
-        if step:
-            assert (found.sent, found.brought) == (expected.sent, expected.brought), f"step {step}"

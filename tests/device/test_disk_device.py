@@ -20,7 +20,6 @@ from tests.support.sim import simulated
 from tests.support.sim.carried import chain, given, gradient
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Gate, Nth, alone, shut, write  # noqa: F401
-from tests.support.threads import together
 
 
 def clean(store: dh.OnDisk) -> bool:
@@ -57,34 +56,6 @@ def test_gradients_are_bit_identical(case: str, direct: bool, tmp_path: pathlib.
         assert report.held == 0
     assert store.report()[0].written + store.report()[0].never_written > 0
     assert clean(store)
-
-
-@pytest.mark.usefixtures("alone")
-def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.device) -> None:
-    """All of it written and read, and what was handed out is nobody else's."""
-    store = dh.OnDisk(tmp_path, in_flight="200 KiB")
-    for seed in range(4):
-        x = given(device, 20_000 + 7 * seed, seed)
-        with dh.saving(store, at_least=0):
-            y = chain(x)
-        store.wait()
-        before = store.report()[0]
-        y.backward()
-        after = store.report()[0]
-        assert after.read - before.read == 12 * x.nbytes
-        assert torch.equal(x.grad.cpu(), gradient(x).cpu())
-    assert after.ahead > 0
-    assert clean(store)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_second_backward_reads_again(tmp_path: pathlib.Path, device: torch.device) -> None:
-    store, x = dh.OnDisk(tmp_path), given(device, 20_000)
-    with dh.saving(store, at_least=0):
-        y = chain(x)
-    store.wait()
-    grads = [torch.autograd.grad(y, x, retain_graph=True)[0].cpu() for _ in range(3)]
-    assert all(torch.equal(grad, gradient(x).cpu()) for grad in grads)
 
 
 @pytest.mark.usefixtures("alone")
@@ -171,29 +142,6 @@ def test_what_is_on_the_device_is_handed_back_itself(tmp_path: pathlib.Path, dev
     store.wait()
     assert store.device_bytes() == 0
     store.drop(ticket)
-    assert clean(store)
-
-
-def test_the_limit_counts_them(tmp_path: pathlib.Path, device: torch.device) -> None:
-    store = dh.OnDisk(tmp_path, "100 KiB")
-    with pytest.raises(StoreError, match="full"):
-        store.put(torch.zeros(1 << 20, device=device))
-    assert store.budget.held == 0
-
-
-@pytest.mark.usefixtures("alone")
-def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
-    store, found = dh.OnDisk(tmp_path, in_flight="200 KiB"), {}
-
-    def train(seed: int) -> None:
-        x = given(device, 4000 + seed, seed)
-        with dh.saving(store, at_least=0):
-            y = chain(x)
-        y.backward()
-        found[seed] = torch.equal(x.grad.cpu(), gradient(x).cpu())
-
-    assert set(together([lambda seed=seed: train(seed) for seed in range(4)])) == {None}
-    assert found == dict.fromkeys(range(4), True)
     assert clean(store)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import pathlib
 import random
 import warnings
@@ -199,27 +198,6 @@ def test_what_is_free_is_the_budget_where_training_runs_out_of_memory(
 
 
 @pytest.mark.full_tier
-@pytest.mark.parametrize("stages", [(dh.OnCpu(),), (dh.Recompute(), dh.OnCpu())], ids=["moved", "recomputed"])
-@pytest.mark.parametrize("case", CASES)
-def test_no_budget_of_many_is_passed(case: str, stages: tuple[Any, ...], device: torch.device, free: Any) -> None:
-    """Budgets in steps of 5%, each that is not too small for the step without saved tensors."""
-    most, fits = max(without(case, device, free).peaks), []
-    plain = trained(case, device, lambda model: contextlib.nullcontext(), 3 * STEPS)
-    for percent in range(40, 101, 5):
-        budget = percent * most // 100
-        try:
-            run = trained(case, device, lambda model, budget=budget: dh.fit(model, budget, *stages), 3 * STEPS)
-        except UsageError:
-            fits.append(False)
-            continue
-        fits.append(True)
-        assert 0.8 * budget <= max(run.peaks) <= budget, percent
-        assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
-    assert fits == sorted(fits), "a budget is kept if a smaller one is"
-    assert sum(fits) >= 2
-
-
-@pytest.mark.full_tier
 def test_a_thousand_steps_of_random_lengths(device: torch.device, free: dict[str, Run]) -> None:
     budget, lengths = int(0.7 * max(without("decoder", device, free).peaks)), random.Random(0)
     run = Run("decoder", device)
@@ -305,29 +283,6 @@ def test_inputs_of_many_sizes(device: torch.device, free: dict[str, Run]) -> Non
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-def test_what_a_size_needs_does_not_depend_on_other_sizes_or_on_a_log(device: torch.device) -> None:
-    """What the device held at most is that of one round: not of a larger one before, nor of the time since a record."""
-    alone, _ = _needs(device, (32, 32, 32), is_logged=False)
-    for is_logged in (False, True):
-        small, large = _needs(device, (32, 32, 64, 64, 32, 32), is_logged)
-        assert small == pytest.approx(alone, rel=0.1)
-        assert large > 1.5 * small > 0
-
-
-def _needs(device: torch.device, lengths: tuple[int, ...], is_logged: bool) -> tuple[int, int]:
-    """What ``fit`` has learnt that the smallest and the largest inputs need beside saved tensors."""
-    run = Run("decoder", device)
-    with dh.fit(run.model, "1 GiB") as handle, contextlib.ExitStack() as stack:
-        if is_logged:
-            also = [lambda: {"number": 1.0}]
-            stack.enter_context(dh.gradients(run.model, run.optimizer, rules=[dh.ClipNorm(1e9)], also=also, every=1))
-        for length in lengths:
-            run.step(images(8, length, 8).to(device))
-        learnt = handle.state_dict()["needs"]
-    newest = [list(learnt[size].values())[-1] for size in sorted(learnt)]
-    return newest[0], newest[-1]
-
-
 def evaluated(run: Run, nbytes: int) -> None:
     """An evaluation whose peak is far above that of a step."""
     with torch.no_grad():
@@ -355,49 +310,6 @@ def test_evaluations_between_steps_are_no_part_of_them(device: torch.device, fre
         run.step()
         assert fitted.report().rounds == STEPS + 1
         assert run.peaks[-1] <= budget
-
-
-def with_a_metric(run: Run, is_before_backward: bool) -> None:
-    """A step with a forward without gradients in it: a metric, or a moving average."""
-    run.optimizer.zero_grad()
-    torch.accelerator.reset_peak_memory_stats(run.device)
-    loss = run.model(run.x).square().mean()
-    for is_now in (True, False):
-        if is_now == is_before_backward:
-            with torch.no_grad():
-                run.model(run.x[:2]).sum()
-        if is_now:
-            loss.backward()
-    run.optimizer.step()
-    torch.accelerator.synchronize()
-    run.peaks.append(torch.accelerator.max_memory_allocated(run.device))
-
-
-@pytest.mark.full_tier(is_before_backward=(False,))
-@pytest.mark.parametrize("is_before_backward", [True, False])
-def test_a_forward_without_gradients_is_part_of_the_step_that_it_stands_in(
-    is_before_backward: bool, device: torch.device, free: dict[str, Run]
-) -> None:
-    plain = Run("decoder", device)
-    for _ in range(STEPS):
-        with_a_metric(plain, is_before_backward)
-    weights = [parameter.detach().cpu() for parameter in plain.model.parameters()]
-    del plain.model, plain.optimizer, plain.x
-    budget = int(0.75 * max(plain.peaks))
-    run = Run("decoder", device)
-    with dh.fit(run.model, budget) as fitted:
-        for _ in range(STEPS):
-            with_a_metric(run, is_before_backward)
-        assert fitted.report().rounds == STEPS - 1
-        assert max(run.peaks) <= budget
-        assert run.peaks[-1] >= 0.8 * budget
-        assert all(torch.equal(p.cpu(), q) for p, q in zip(run.model.parameters(), weights, strict=True))
-    del run, fitted
-    run = Run("decoder", device)
-    with dh.fit(run.model, int(0.25 * max(plain.peaks))):
-        with_a_metric(run, is_before_backward)
-        with pytest.raises(UsageError, match="with every saved tensor moved"):
-            with_a_metric(run, is_before_backward)
 
 
 def test_a_model_that_is_never_called_is_said_once(device: torch.device) -> None:
@@ -522,29 +434,6 @@ def moving_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("moving_costs_nothing")
-@pytest.mark.full_tier(more=(1.0,))
-@pytest.mark.parametrize("more", [1.0, 1.5])
-def test_where_moving_costs_nothing_all_checkpoints_are_off_within_the_budget(
-    more: float, device: torch.device, free: dict[str, Run]
-) -> None:
-    budget, off, limits = int(more * max(without("wrapped", device, free).peaks)), [0], [0]
-    plain = trained("wrapped", device, lambda model: contextlib.nullcontext(), 4 * STEPS)
-    run = Run("wrapped", device)
-    with dh.fit(run.model, budget) as fitted:
-        for _ in range(4 * STEPS):
-            run.step()
-            off.append(fitted.report().checkpoints_off)
-            limits.append(fitted.report().limit)
-    assert max(run.peaks) <= budget
-    at = off.index(12)
-    assert off[at - 1] <= 2, "by bytes alone"
-    assert limits[at] <= 0.6 * limits[at - 1], "what a step needs with another mixture is not known"
-    assert fitted.report().saved.moved > 0
-    weights = [parameter.detach().cpu() for parameter in run.model.parameters()]
-    assert all(torch.equal(*pair) for pair in zip(weights, plain.weights, strict=True))
-
-
-@pytest.mark.usefixtures("moving_costs_nothing")
 def test_two_forwards_of_a_step_have_the_same_checkpoints(device: torch.device, free: dict[str, Run]) -> None:
     """The first one knows from the steps before that another one follows."""
     budget, off = 2 * max(without("wrapped", device, free).peaks), []
@@ -588,7 +477,7 @@ def test_a_limit_that_was_halved_stays_so_within_the_step(
 
 
 @pytest.mark.usefixtures("without_seconds")
-@pytest.mark.full_tier(case=("wrapped", "branches in checkpoints"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("case", CHECKPOINTED)
 def test_without_seconds_layers_are_checkpointed_no_more_than_the_budget_asks_for(
     case: str, device: torch.device, free: dict[str, Run]
@@ -654,42 +543,6 @@ def test_a_layer_without_hooks_keeps_its_checkpoint(device: torch.device, free: 
             run.step()
         assert max(run.peaks) <= budget
         assert (fitted.report().checkpoints, fitted.report().checkpoints_off) == (5, 5)
-
-
-@pytest.mark.full_tier
-@pytest.mark.parametrize("more", [1.2, 2.0, 3.0])
-def test_checkpoints_are_off_by_the_length_of_the_inputs(
-    more: float, device: torch.device, free: dict[str, Run]
-) -> None:
-    budget, lengths = int(more * max(without("wrapped", device, free).peaks)), random.Random(0)
-    run, off = Run("wrapped", device), {}
-    with dh.fit(run.model, budget) as fitted:
-        for _ in range(100):
-            length = lengths.randrange(4, 65)
-            run.step(images(8, length, 8).to(device))
-            off[length] = fitted.report().checkpoints_off
-    assert max(run.peaks) <= budget
-    short, long = ([count for length, count in off.items() if (length > 32) is is_long] for is_long in (False, True))
-    assert sum(short) / len(short) > sum(long) / len(long)
-    assert max(short) == 12
-
-
-def test_the_host_and_a_disk_have_a_pace_of_their_own(
-    device: torch.device, free: dict[str, Run], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured, rates = Fitted._rates, list[Rates | None]()
-    monkeypatch.setattr(Fitted, "_rates", lambda *args: rates.append(measured(*args)) or rates[-1])
-    plain = without("decoder", device, free)
-    budget, tiers = int(0.5 * max(plain.peaks)), dh.Tiered(dh.OnCpu("4 MiB"), dh.OnDisk(str(tmp_path)))
-    run = trained("decoder", device, lambda model: dh.fit(model, budget, tiers))
-    assert max(run.peaks) <= budget
-    assert all(torch.equal(*pair) for pair in zip(run.weights, plain.weights, strict=True))
-    assert [tier.written > 0 for tier in run.fitted.report().saved.tiers] == [False, True, True]
-    last = rates[-1]
-    assert last is not None
-    assert last.then is not None
-    assert (last.room, last.then.room, last.then.then) == (4 << 20, math.inf, None)
-    assert 0 < last.out != last.then.out > 0
 
 
 def test_the_page_draws_by_layer_what_moved_and_what_is_computed_again(

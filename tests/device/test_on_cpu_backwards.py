@@ -10,7 +10,7 @@ import torch
 
 import disthooks as dh
 from disthooks._streams import current_stream, event_on, new_stream, on
-from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, step, tier
+from tests.support.sim.carried import chain, every, given, gradient, is_clean, step, tier
 from tests.support.threads import together
 
 IN_FLIGHT = ["512 MiB", "500 KiB", 0]
@@ -167,15 +167,3 @@ def test_changed_in_place_is_caught(device: torch.device, store: dh.OnCpu) -> No
         y.add_(1)
     with pytest.raises(RuntimeError, match=r"changed|modified"):
         torch.autograd.grad(z, x)
-
-
-def test_a_leftover_of_the_interpreter(device: torch.device) -> None:
-    """A graph that is never let go of does not stand in the way of the next ones."""
-    only_simulated(device)
-    x = given(device)
-    store = dh.OnCpu(in_flight="1 MiB")
-    with dh.saving(every(store)):
-        kept = chain(x)
-    for _ in range(4):
-        assert torch.equal(step(store, x), gradient(x))
-    assert torch.equal(torch.autograd.grad(kept, x)[0], gradient(x))

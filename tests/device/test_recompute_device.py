@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
-import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +13,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.recompute.verify import Verification
 from tests.support.sim import simulated
 
 
@@ -52,44 +49,6 @@ def test_gradients_are_those_without_hooks(kind: str, device: torch.device, tmp_
     assert report.recomputed > 0
     assert report.differed == {}
     assert report.held == 0
-
-
-def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> None:
-    if device.type != "sim":
-        pytest.skip("it counts what the simulated device was waited for")
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
-
-    def step() -> None:
-        model(x).square().sum().backward()
-
-    with simulated.counted() as plain:
-        step()
-    with dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnDevice("1 GiB"), at_least=0)) as saving:
-        for _ in range(8):  # the 8th is the last that is compared for long
-            step()
-            torch.accelerator.synchronize(device)
-        before = saving.report().recomputed
-        with simulated.counted() as counts:
-            step()
-        assert saving.report().recomputed > before
-    assert counts.waits == plain.waits
-
-
-def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
-    """It would never drop anything if it only asked."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
-    truth = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    line = pipeline(dh.Recompute(check="always"), dh.OnDevice("1 GiB"), at_least=0)
-    with dh.save_activations(model, "*", line) as saving:
-        for step in range(1, 4):
-            grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-            assert all(torch.equal(grad.cpu(), right.cpu()) for grad, right in zip(grads, truth, strict=True))
-            if step == 1:
-                first = saving.report().recomputed
-    assert first > 0
-    assert saving.report().recomputed == 3 * first
 
 
 # -- the host runs ahead: no event is ever seen to be done before the host waits for it
@@ -217,31 +176,6 @@ def test_a_place_that_is_not_right_any_more_raises_once_the_device_says_so(when:
                 (found,) = torch.autograd.grad(model(x), x)
     assert torch.equal(found.cpu(), truth.cpu())
     assert any("Changed" in place for place in saving.report().differed)
-
-
-@pytest.mark.usefixtures("ahead")
-def test_what_was_never_proven_never_drops(device: torch.device) -> None:
-    """Zeros prove nothing: what was compared and is right may go, and what was not compared stays."""
-    place, zeros = Verification("here", always=False), torch.zeros(64, 64, device=device)
-    ways = [place.choose_variant(lambda _: zeros.clone(), 1, zeros) for _ in range(20)]
-    assert ways == [0] * 8 + [None] * 12
-    assert not place.is_proven
-    other = Verification("here", always=False)
-    numbers = torch.arange(4096.0).to(device)
-    assert [other.choose_variant(lambda _: numbers + 1, 1, numbers) for _ in range(20)] == [None] * 20
-    assert other.is_different
-
-
-def test_proofs_do_not_hold_a_model(device: torch.device) -> None:
-    model, x = Gated().to(device), torch.randn(48, 32).to(device)
-    with dh.save_activations(model, "", _line()) as saving:
-        model(x).sum().backward()
-    assert saving.report().recomputed > 0
-    proofs, alive = weakref.ref(saving._pipeline.proofs), weakref.ref(model)
-    del model, saving
-    gc.collect()
-    assert alive() is None
-    assert proofs() is None
 
 
 def _products() -> object:

@@ -1,4 +1,4 @@
-"""Laws 1, 9 and 10 of one process with several devices: each has the limit for itself, and a tape of its own."""
+"""Laws 1, 9 and 10 of one process with several devices: each has the limit for itself."""
 
 from __future__ import annotations
 
@@ -141,28 +141,6 @@ def test_two_devices_in_turn(
     assert soon(lambda: is_empty(tiers))
 
 
-def test_each_device_has_a_tape_of_its_own(two: tuple[torch.device, torch.device]) -> None:
-    """What one device saves more or less from step to step changes no plan of the other."""
-    limit, count = 8 * N, 20
-    tiers = dh.Tiered(dh.OnDevice(limit), dh.OnCpu())
-    stay = limit // N
-    for number, others in enumerate((3, 17, 5, 9, 1)):
-        tickets = []
-        for i in range(max(count, others)):
-            if i < count:
-                tickets.append(tiers.put(torch.full((N // 4,), float(i), device=two[0])))
-                if number:  # the tape is known: the first ones go at once, the last ones stay
-                    assert tiers.tier_of(tickets[-1]) == int(i < count - stay)
-            if i < others:
-                tickets.append(tiers.put(torch.full((N // 4,), float(-i), device=two[1])))
-            assert all(on_device(tiers, device) <= limit for device in two)
-        assert tiers.stores[1].open().device_bytes() <= 2 * limit
-        for ticket in reversed(tickets):
-            tiers.get(ticket)
-            tiers.drop(ticket)
-    assert is_empty(tiers)
-
-
 @pytest.mark.full_tier(each=(1,))
 @pytest.mark.full_tier(kind=("disk",))
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
@@ -200,16 +178,3 @@ def test_threads_on_two_devices(
         assert all(nbytes <= limit + each * 8 * N for nbytes in peak.values()), peak
     assert sum(report.written for report in tiers.report()[1:]) > 0
     assert soon(lambda: is_empty(tiers))
-
-
-def test_a_last_store_that_is_full_is_an_error_and_nothing_is_held(two: tuple[torch.device, torch.device]) -> None:
-    pair = leaves(two)
-    truth = torch.autograd.grad(in_turn(*pair, (4, 4)), pair)
-    tiers = dh.Tiered(dh.OnDevice(4 * N), dh.OnCpu(4 * N))
-    for _ in range(2):
-        with dh.saving(tiers, at_least=0), pytest.raises(StoreError, match="last tier is full"):
-            in_turn(*pair, (20, 20))
-        assert soon(lambda: is_empty(tiers))
-        with dh.saving(tiers, at_least=0):
-            loss = in_turn(*pair, (4, 4))
-        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, pair), truth, strict=True))

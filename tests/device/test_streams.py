@@ -16,9 +16,8 @@ from disthooks import _torch
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
 from disthooks.saved.pipeline import pipeline
-from disthooks.saved.stores import offload
 from tests.support.sim import simulated
-from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
+from tests.support.sim.carried import chain, every, given, is_clean, only_simulated
 
 N = 50_000
 TIME = 0.05  # seconds in which what does not wait would be done
@@ -72,22 +71,6 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
     assert is_clean(store, device)
 
 
-def test_a_copy_of_its_own_is_read_on_another_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of something large is copied when it is put, after what its reader has waited for."""
-    only_simulated(device)
-    store, side = dh.OnCpu(), new_stream(device)
-    large = given(device, 8 * N).detach()
-    monkeypatch.setattr(offload, "_copy", copied)
-    torch.accelerator.synchronize(device)
-    with simulated.held(side):
-        with on(side):
-            ticket = store.put(large[N : 2 * N])
-        thread, found = beside(lambda: store.get(ticket))
-        time.sleep(TIME)
-    thread.join()
-    assert torch.equal(found[0], large[N : 2 * N].cpu())
-
-
 def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made in the order of the stream that saved it, and later than that."""
     only_simulated(device)
@@ -113,29 +96,6 @@ def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatc
     thread.join()
     assert type(y.grad_fn._raw_saved_other.data.packed) is contents.SmallCopy
     assert torch.equal(found[0], part.cpu())
-
-
-def test_times_of_streams_that_are_behind(device: torch.device) -> None:
-    """The last read of a backward was on a stream that is done, and another one on one that is not."""
-    only_simulated(device)
-    store, x, side = dh.OnCpu(in_flight=0), given(device).detach(), new_stream(device)
-
-    def around() -> None:
-        tickets = [store.put(x.clone()) for _ in range(3)]
-        with on(side):
-            store.get(tickets[2])
-        for ticket in tickets[1::-1]:
-            store.get(ticket)
-        for ticket in tickets:
-            store.drop(ticket)
-
-    torch.accelerator.synchronize(device)
-    with simulated.held(side):
-        for _ in range(3):
-            around()
-            current_stream(device).synchronize()
-    around()
-    assert is_clean(store, device)
 
 
 def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.device) -> None:
@@ -185,26 +145,6 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
         assert all(transfer.outgoing.source is not None for transfer in flying)  # though it is copied
     del flying
     assert is_clean(store, device)
-
-
-def test_threads_that_come_and_go_learn(device: torch.device) -> None:
-    """DataParallel starts a thread for each replica in each forward."""
-    x = given(device)
-    store = dh.OnCpu(in_flight=5 * x.nbytes)
-    truth = gradient(x)
-
-    def forward(graphs: list[torch.Tensor]) -> None:
-        with dh.saving(every(store)):
-            graphs.append(chain(x))
-
-    for i in range(4):
-        before, graphs = tier(store).never_written, []
-        thread = threading.Thread(target=forward, args=(graphs,))
-        thread.start()
-        thread.join()
-        assert torch.equal(torch.autograd.grad(graphs.pop(), x)[0], truth)
-        assert is_clean(store, device)
-        assert i == 0 or tier(store).never_written - before == 5 * x.nbytes
 
 
 def test_what_stays_on_the_device_is_read_in_order(device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import pathlib
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks._streams import on
 from disthooks.saved.stores.tiers import Tiered
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
@@ -88,17 +86,6 @@ def test_the_limit_holds_what_is_in_flight_too(kind: str, tmp_path: pathlib.Path
     assert nothing_left(tiers)
 
 
-def test_it_begins_before_the_limit(tmp_path: pathlib.Path, device: torch.device) -> None:
-    """A tensor of the largest size may be on its way while the next one comes; in up to an eighth of the limit."""
-    tiers = dh.Tiered(dh.OnDevice(16 * 4096), dh.OnCpu())
-    tickets = [tiers.put(torch.full((1024,), float(i)).to(device)) for i in range(32)]
-    assert [tiers.tier_of(ticket) for ticket in tickets] == [1] * 18 + [0] * 14
-    for i, ticket in enumerate(tickets):
-        assert torch.equal(tiers.get(ticket).cpu(), torch.full((1024,), float(i)))
-        tiers.drop(ticket)
-    assert nothing_left(tiers)
-
-
 def test_nobody_waits_on_the_host(device: torch.device) -> None:
     if device.type != "sim":
         pytest.skip("waits are counted in the simulated device")
@@ -110,26 +97,6 @@ def test_nobody_waits_on_the_host(device: torch.device) -> None:
         y.backward()
     assert forward["to_host_async_bytes"] >= 20 * x.nbytes
     assert forward.waits == 0
-
-
-def test_what_a_side_stream_fills(device: torch.device) -> None:
-    """It moves down, and comes back, in the order of that stream, whichever is current by then."""
-    side = torch.Stream(device)
-    numel = 32 << 10  # 128 KiB: smaller ones are copied together, later
-    tiers = dh.Tiered(dh.OnDevice("512 KiB"), dh.OnCpu())
-    for seed in range(4):
-        truth = [torch.full((numel,), float(seed + i)) for i in range(16)]
-        hosts, tickets = [value.pin_memory() for value in truth], []
-        with simulated.held(side) if device.type == "sim" else contextlib.nullcontext():
-            for i, host in enumerate(hosts):
-                with contextlib.nullcontext() if i % 4 else on(side):
-                    filled = torch.empty(numel, device=device).copy_(host, non_blocking=True)
-                    tickets.append(tiers.put(filled))
-                    del filled
-        for ticket, expected in zip(reversed(tickets), reversed(truth), strict=True):
-            assert torch.equal(tiers.get(ticket).cpu(), expected)
-            tiers.drop(ticket)
-    assert nothing_left(tiers)
 
 
 @pytest.mark.parametrize("others", [0, 100 << 10], ids=["one length", "two lengths"])

@@ -49,7 +49,7 @@ ITSELF = """    from disthooks.integrations.accelerate import prepare
 UNCHANGED = "-m disthooks.run --hooks launch/hooks.yaml"
 
 
-@pytest.mark.full_tier(strict=(False,))
+@pytest.mark.full_tier
 @pytest.mark.parametrize(("how", "strict"), [(UNCHANGED, False), (UNCHANGED, True), ("", False)])
 def test_processes_that_accelerate_leaves_alone_are_told(tmp_path: pathlib.Path, how: str, strict: bool) -> None:
     """MULTI_GPU with ``use_cpu: true`` wraps nothing: each process would train by itself, and say that all is well."""

@@ -66,7 +66,7 @@ json.dump(outputs, sys.stdout)
 
 
 @pytest.mark.dist
-@pytest.mark.full_tier(page=tuple(LESSONS[1:]))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("page", LESSONS)
 def test_a_lesson_prints_what_it_shows(page: str, tmp_path: pathlib.Path) -> None:
     blocks = _blocks(page)
@@ -94,9 +94,3 @@ def test_a_lesson_has_its_parts_and_leads_to_the_next(page: str) -> None:
     assert list(dict.fromkeys(parts)) == ["Plain torch", "What goes wrong", "With disthooks", "To remember"]
     following = dict(zip(LESSONS, [*LESSONS[1:], "seeds.md"], strict=True))[page]
     assert f"]({following})" in text.rpartition("## To remember")[2]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_lines_of_prose_are_short(page: str) -> None:
-    text = _FENCED.sub("", (FOLDER / page).read_text())
-    assert [line for line in text.splitlines() if len(line) > 128 and not line.startswith("|")] == []

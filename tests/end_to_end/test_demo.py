@@ -138,37 +138,6 @@ def test_wrong_options_end_at_once_and_say_what_is_right(
     assert words in capsys.readouterr().err
 
 
-def test_whole_files_are_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "demo"))
-    import text
-
-    for number in range(40):
-        (tmp_path / f"module{number}.py").write_text(f"# file {number}\n")
-    (tmp_path / "copy.py").write_text("# file 7\n")
-    found = text.load(str(tmp_path))
-    pages = [bytes(part.tolist()).split(b"\0") for part in (found.train, found.held_out)]
-    assert not set(pages[0]) & set(pages[1]), "equal files are on one side"
-    assert len(pages[0]) + len(pages[1]) == 41 == found.train_files + found.held_out_files
-
-
-def test_the_table_names_the_rank_and_the_parameter_of_a_gradient_that_is_not_finite(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "demo"))
-    import table
-
-    places = [{"param": "head.weight", "count": 3, "rank": 1}, {"param": "norm.bias", "count": 1, "rank": None}]
-    rows = [
-        {"step": 0, "grad_norm": 2.0, "clip_ratio": 0.5, "nonfinite": 0, "nonfinite_at": []},
-        {"step": 1, "grad_norm": "nan", "clip_ratio": "nan", "nonfinite": 4, "nonfinite_at": places},
-    ]
-    log = tmp_path / "gradients.jsonl"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = dict(table._gradients(table.gradient_summary(log)))
-    assert shown["non-finite gradients"] == "head.weight on rank 1, step 1; norm.bias on no rank alone, step 1"
-    assert dict(table._gradients({})) == {"gradients": "logged elsewhere, as --hooks says"}
-
-
 @pytest.mark.full_tier
 @pytest.mark.dist
 def test_the_same_from_a_file(tmp_path: pathlib.Path) -> None:

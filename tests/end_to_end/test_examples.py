@@ -1,4 +1,4 @@
-"""Every example runs alone and proves what it shows; two as real processes, the others in this one to save imports."""
+"""Every example runs alone and proves what it shows; three as real processes too."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_it_is_short_and_asserts(path: pathlib.Path) -> None:
     assert any(line.lstrip().startswith("assert ") for line in lines)
 
 
-#: Those that take longest; tests/integrations trains with the same frameworks.
-LONG = ("11_sft_lora", "13_ray", "19_layer_inputs", "20_keep_a_budget")
+#: One of saved tensors and one of gradients.
+OFTEN = ("01_data_parallel", "07_gradient_statistics")
 
 
-@pytest.mark.full_tier(path=tuple(path for path in EXAMPLES if path.stem in LONG))
+@pytest.mark.full_tier(path=tuple(path for path in EXAMPLES if path.stem not in OFTEN))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -48,8 +48,7 @@ def test_it_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
             runpy.run_path(str(path), run_name="__main__")
 
 
-@pytest.mark.full_tier(path=tuple(EXAMPLES[5::6][1:]))
-@pytest.mark.full_tier(path=tuple(EXAMPLES[11::6]))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("path", EXAMPLES[5::6], ids=lambda path: path.stem)
 def test_it_runs_as_a_process_from_anywhere(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)

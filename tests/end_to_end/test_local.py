@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
-import subprocess
 
 import pytest
 
@@ -33,22 +30,6 @@ def test_hooks_are_attached_and_a_killed_rank_comes_back(tmp_path: pathlib.Path)
         assert "Model on DDP" in output, "what disthooks says at the end"
         assert len(list((tmp_path / "runs" / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
         as_the_truth(made, run="restarted", killed_in=2)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set: it waits for gloo to give up"
-)
-def test_a_restart_needs_a_store_of_its_own(tmp_path: pathlib.Path) -> None:
-    """Why the launchers set TORCH_DISABLE_SHARE_RDZV_TCP_STORE; when this fails, torch has mended it."""
-    line = command("local.sh", "HOOKS", "--die 2").replace("MAX_RESTARTS=3", "MAX_RESTARTS=1")
-    with folder(tmp_path) as made:
-        process = made.start(line, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it fails, or waits for half an hour
-            process.wait(90)
-        made.kill()
-        assert "onnection refused" in made.wait(process).output
-        assert len(made.rows("restarted/losses.jsonl")) == 3
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from tests.support.stores.faulty import soon
 
 fsspec = pytest.importorskip("fsspec")
 sys.path.insert(0, str(ROOT / "examples"))
-from object_store import Objects, OnObjects  # noqa: E402
+from object_store import OnObjects  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -80,33 +78,6 @@ def test_nothing_is_left_of_a_training(url: str) -> None:
     assert store.report()[0].held == 0
 
 
-@pytest.mark.full_tier(url=("memory",))
-def test_objects_of_a_process_go_with_it(url: str) -> None:
-    backend = Objects(url)
-    backend.write(memoryview(b"x"))
-    del backend
-    assert soon(lambda: not objects(url))
-
-
-def test_the_end_of_a_backend_waits_for_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may end it in a thread that holds a lock which the request needs."""
-    url = f"memory://{uuid.uuid4().hex}"
-    memory = fsspec.get_filesystem_class("memory")
-    goes_on, remove = threading.Event(), memory.rm
-
-    def rm(self: Any, *args: Any, **kwargs: Any) -> None:
-        assert goes_on.wait(20)
-        remove(self, *args, **kwargs)
-
-    monkeypatch.setattr(memory, "rm", rm)
-    backend = Objects(url)
-    backend.write(memoryview(b"x"))
-    del backend
-    assert objects(url)
-    goes_on.set()
-    assert soon(lambda: not objects(url))
-
-
 ENDS = """
 import os, sys
 from object_store import Objects
@@ -130,22 +101,6 @@ def test_nothing_is_left_of_a_process_that_ends(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(call, env=os.environ | {"PYTHONPATH": python}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert list(place.iterdir()) == []
-
-
-def test_a_write_that_fails_is_said_once_and_the_tensor_is_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, tensor = OnObjects(url), torch.randn(100)
-
-    def full(self: Objects, memory: memoryview) -> str:
-        raise StoreError("no room", path=url, wanted=memory.nbytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Objects, "write", full)
-        ticket = store.put(tensor)
-        with pytest.raises(StoreError, match="no room"):
-            store.wait()
-    store.wait()
-    assert store.get(ticket) is tensor
-    store.drop(ticket)
 
 
 def test_a_configuration_names_it(url: str) -> None:

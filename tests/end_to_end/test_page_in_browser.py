@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
-import re
 from typing import Any
 
 import pytest
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.recording.record import CATEGORIES
 from disthooks.report.page.page import page
 from tests.end_to_end.conftest import Text
 from tests.support.browser import Browser
@@ -92,11 +89,6 @@ def test_the_page_says_what_the_document_says(text: Text, shown: Browser, full: 
     assert format_bytes(full["peak"]["nbytes"]) in text("#head")
 
 
-def test_bytes_are_as_in_the_terminal(shown: Browser) -> None:
-    counts = [0, 1, 1023, 1024, 1280, 1792, 2**20 - 1, 2**30 * 9 + 2**28, 2**30 * 9 + 3 * 2**28, 3 * 2**40, 123456789]
-    assert shown.run(f"{counts}.map(bytes)") == [format_bytes(each) for each in counts]
-
-
 def test_the_icicle_has_a_rectangle_for_each_module(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     """A rectangle stands for its equals until it is unfolded; each is as wide as what its module saves."""
     folded, every = drawn(shown), dict.fromkeys(visible(shown, full), 1)
@@ -134,34 +126,6 @@ def test_a_click_zooms_and_a_crumb_goes_back(text: Text, shown: Browser) -> None
     assert text("#crumbs [aria-current]") == "small"
 
 
-def test_the_keyboard_reaches_each_rectangle(text: Text, shown: Browser) -> None:
-    def focus() -> Any:
-        return shown.run("document.activeElement.dataset?.module")
-
-    shown.run("document.querySelector('.cell').focus()")
-    shown.press("ArrowDown")
-    first = focus()
-    assert first == "blocks"
-    shown.press("ArrowRight")
-    assert focus() not in (None, first)
-    shown.run(f"document.querySelector({json.dumps(cell('head'))}).focus()")
-    shown.press("Enter")
-    assert text("#crumbs [aria-current]") == "head"
-    assert focus() == "head"
-    shown.press("Escape")
-    assert text("#crumbs [aria-current]") == "small"
-    assert focus() == ""
-    count = len(drawn(shown))
-    group = max(drawn(shown), key=lambda name: drawn(shown)[name])
-    while "." in group.removeprefix("blocks."):
-        group = group.rsplit(".", 1)[0]
-    shown.run(f"document.querySelector({json.dumps(cell(group))}).focus()")
-    shown.press("u")
-    assert len(drawn(shown)) > count
-    shown.press("u")
-    assert len(drawn(shown)) == count
-
-
 def test_a_rectangle_says_its_bytes_and_operators(text: Text, shown: Browser, full: dict[str, Any]) -> None:
     row = next(row for row in full["modules"] if row["module"] == "head")
     shown.point_at(cell("head"))
@@ -170,15 +134,6 @@ def test_a_rectangle_says_its_bytes_and_operators(text: Text, shown: Browser, fu
     assert "Linear" in said
     assert format_bytes(row["own"]) in said
     assert next(iter(row["operators"])) in said
-
-
-def test_widths_can_be_flops_or_time(text: Text, shown: Browser) -> None:
-    shown.click("#measure label:nth-of-type(2)")
-    assert "FLOP" in text(cell(""))
-    assert "floating-point operations" in text("#modules-lead")
-    shown.click("#measure label:nth-of-type(3)")
-    assert re.search(r"\d m?s", text(cell("")))
-    assert "the time that it takes" in text("#modules-lead")
 
 
 def test_the_curve_says_the_module_and_the_bytes(text: Text, shown: Browser, full: dict[str, Any]) -> None:
@@ -196,33 +151,6 @@ def test_the_curve_says_the_module_and_the_bytes(text: Text, shown: Browser, ful
         cross = shown.run("document.querySelector('#curve .cross').getBoundingClientRect().x")
         assert cross == pytest.approx(x, abs=40), "the crosshair stands at the point that is nearest"
     assert shown.run("document.querySelector('#curve .cross').getAttribute('visibility')") == "visible"
-
-
-def test_the_curve_shows_phases_peak_and_limit(text: Text, shown: Browser, full: dict[str, Any]) -> None:
-    said, curve = text("#curve"), full["plan"]["curve"]
-    points = curve["points"]
-    assert all(phase in said for phase in curve["phases"])
-    highest = max(sum(point[3:]) for point in points)
-    assert f"{format_bytes(highest)} of tensors" in said, "the peak has the workspaces, too"
-    assert f"limit {format_bytes(full['fits']['limit'])}" in said
-    drawn_categories = shown.run("[...document.querySelectorAll('#curve .area')].map((area) => area.dataset.category)")
-    assert drawn_categories == [
-        name for number, name in enumerate(curve["categories"]) if any(point[3 + number] for point in points)
-    ]
-    shown.run("document.querySelector('#curve svg').focus()")
-    for key, point in (("Home", points[0]), ("ArrowRight", points[1]), ("End", points[-1])):
-        shown.press(key)
-        assert shown.run("document.querySelector('#curve svg').getAttribute('aria-valuenow')") == str(point[0])
-
-
-def test_each_category_has_a_colour_of_its_own(shown: Browser) -> None:
-    for scheme in ("light", "dark"):
-        shown.prefer(scheme)
-        colours = shown.run(
-            f"{list(CATEGORIES)}.map((each) => {{ document.body.style.outlineColor = colour(each);"
-            " return getComputedStyle(document.body).outlineColor; })"
-        )
-        assert len(set(colours)) == len(CATEGORIES), colours
 
 
 def test_a_plan_changes_the_head_and_the_curve_and_its_yaml_is_copied(
@@ -273,14 +201,6 @@ def test_each_key_is_optional(chromium: Browser, full: dict[str, Any], tmp_path:
         show(chromium, document, tmp_path)
         assert chromium.problems() == [], sorted(set(full) - set(document))
         assert chromium.run("document.querySelector('h1') !== null")
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
-def test_a_time_is_shown_only_if_one_is_known(
-    text: Text, seconds: float, chromium: Browser, tmp_path: pathlib.Path
-) -> None:
-    show(chromium, plain_document() | {"seconds": {"forward": seconds, "backward": 0.0}}, tmp_path)
-    assert ("Time of a step" in text("#head")) == (seconds > 0)
 
 
 @pytest.mark.second_tier

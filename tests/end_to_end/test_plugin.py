@@ -20,24 +20,12 @@ WRONG = {
         "    def decode(self, tensors, spec): return tensors[0].to(spec)",
         {"test_law_1_what_comes_back", "test_law_1_gradients"},
     ),
-    "changes its argument": (
-        "Codec",
-        "def encode(self, tensor): return (tensor.zero_(),), None\n"
-        "    def decode(self, tensors, spec): return tensors[0]",
-        {"test_law_1_what_comes_back", "test_law_1_gradients"},
-    ),
     "keeps state": (
         "Codec",
         "last = [None]\n"
         "    def encode(self, tensor):\n        self.last[0] = tensor\n        return (tensor[:0],), None\n"
         "    def decode(self, tensors, spec): return self.last[0]",
         {"test_law_1_gradients", "test_law_7_threads"},
-    ),
-    "forgets the shape": (
-        "Store",
-        "def put(self, tensor): return tensor.clone()\n    def get(self, ticket): return ticket.reshape(-1)\n"
-        "    def drop(self, ticket): pass",
-        {"test_law_1_what_comes_back"},
     ),
     "gives out its own memory": (
         "Store",

@@ -94,17 +94,6 @@ def test_python(truth: list[float], alone: Job) -> None:
     assert first["path"] == str(SCRIPTS)
 
 
-@pytest.mark.full_tier(ranks=(4,))
-@pytest.mark.parametrize(("ranks", "engine"), [(1, "ddp"), (4, "fsdp2")])
-def test_torchrun(
-    ranks: int, engine: str, truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", RECORDED, TRAIN, "--engine", engine]
-    done = job(command, tmp_path, DISTHOOKS_CONFIG=str(hooks))
-    proven(done, truth, alone, ranks)
-    assert done.records()[0]["attached"][0]["engine"] == engine.upper()
-
-
 def test_torchrun_with_every_engine(
     truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

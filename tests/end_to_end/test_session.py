@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import pathlib
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -200,18 +199,6 @@ def test_of_several_models_an_error_has_the_line_of_its_entry(start: Starts, tex
     both = sgd(one), sgd(two)
     with pytest.raises(UsageError, match=says):
         [step(model, optimizer) for model, optimizer in zip((one, two), both, strict=True)]
-
-
-def test_what_is_told_of_several_models(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
-    session = start(SEVERAL.replace("right.0", "elsewhere"))
-    one, two, three = Net("left"), Net("right"), Net("more")
-    both = [sgd(model) for model in (one, two, three)]
-    step(one, both[0])
-    step(two, both[1])  # one more is to come, and is not called
-    ended(session)
-    said = capsys.readouterr().err
-    assert "disthooks: Net; saved" in said
-    assert "hooks.yaml:6: 'elsewhere' matches no module" in said
 
 
 class Ahead(torch.optim.Optimizer):
@@ -673,43 +660,6 @@ def test_lightnings_trainer_under_a_session_goes_on_from_its_checkpoint(
     assert metrics == [["gradients/clip_ratio", "gradients/grad_max_abs", "gradients/grad_norm"]] * 2
 
 
-def test_two_optimizers_of_a_lightning_module_under_a_session(start: Starts, tmp_path: pathlib.Path) -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Gan(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.parts = nn.ModuleList([Net(), Net("other")])
-
-        def training_step(self, batch: torch.Tensor, index: int) -> None:
-            for part, optimizer, factor in zip(self.parts, self.optimizers(), (1.0, 10.0), strict=True):
-                optimizer.zero_grad()
-                self.manual_backward(part(batch).square().mean() * factor)
-                optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return [sgd(part) for part in self.parts]
-
-    session = start(ADAPTS)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
-    model = Gan()
-    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(6, 16), batch_size=2))
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert len(ended(session)) == 2
-    (waiting,) = [c for c in trainer.callbacks if type(c).__name__ == "WaitingCallback"]
-    kept = torch.load(tmp_path / "after.ckpt", weights_only=False)["callbacks"][waiting.state_key]["optimizers"]
-    assert {number: state["steps"] for number, state in kept.items()} == {0: 3, 1: 3}
-    for number, named in ((0, None), (1, 1)):
-        last = [line for line in lines if line.get("optimizer") == named][-1]
-        assert found[f"gradients/{number}/grad_norm"] == pytest.approx(last["grad_norm"])
-    copied = pickle.loads(pickle.dumps(waiting))  # as Lightning does for processes that it spawns
-    assert copied.state_dict() == {}
-
-
 def test_a_state_that_nobody_kept_is_said(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     model = Net()
     first = torch.optim.AdamW(model.parameters())
@@ -744,23 +694,6 @@ def test_what_is_attached_and_what_is_not_finite_is_said(start: Starts, capsys: 
     assert said.count("forward 1: body.0 (Linear), call 0: its inputs were finite, its weights were not") == 1
     assert told["watched"]["nonfinite"] == 5
     assert "watched 6 steps of 4 parameters, 5 of them with gradients that were NOT FINITE" in said
-
-
-@pytest.mark.parametrize("watch", ["blame: true", "watch: {every: 1, stats: [{kind: NonFinite}]}"])
-def test_what_is_not_finite_in_a_second_model_is_said(
-    start: Starts, watch: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    session = start(watch)
-    first, second = Net(), Net()
-    optimizers = sgd(first), sgd(second)
-    step(first, optimizers[0])
-    with torch.no_grad():
-        second.body[2].weight[0, 0] = torch.inf
-    step(second, optimizers[1])
-    ended(session)
-    blamed = "forward 0: body.2 (Linear), call 0: its inputs were finite, its weights were not"
-    bad = "WARNING: step 0: gradients are not finite, of 4 parameters: "
-    assert (blamed if watch == "blame: true" else bad) in capsys.readouterr().err
 
 
 def test_the_trackers_that_a_script_has_get_the_numbers(start: Starts) -> None:

@@ -87,30 +87,6 @@ def test_the_search_finds_a_name(site: pathlib.Path, served: str, chromium: Brow
 
 @pytest.mark.full_tier
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_front_page_shows_what_it_is(scheme: str, site: pathlib.Path, chromium: Browser) -> None:
-    chromium.prefer(scheme)
-    chromium.open(site / "index.html")
-    assert "pip install" in chromium.run("document.querySelector('article').innerText")
-    assert "save_activations" in chromium.run("document.querySelector('article pre').innerText")
-    seen = "[...document.querySelectorAll('article img')].filter((image) => image.offsetWidth)"
-    assert chromium.run(f"{seen}.map((image) => image.getAttribute('src'))") == [f"_images/explain-{scheme}.png"]
-    chromium.prefer("light")
-
-
-@pytest.mark.full_tier
-@pytest.mark.parametrize("width", [390, 1280])
-def test_options_in_tables_are_in_one_line(width: int, site: pathlib.Path, chromium: Browser) -> None:
-    chromium.resize(width, 900)
-    chromium.open(site / "cli.html")
-    options = "[...document.querySelectorAll('td .pre')].filter((each) => each.innerText.startsWith('--'))"
-    assert chromium.run(f"{options}.length") > 10
-    broken = chromium.run(f"{options}.filter((each) => each.getClientRects().length > 1).map((each) => each.innerText)")
-    assert broken == []
-    chromium.resize(1280, 900)
-
-
-@pytest.mark.full_tier
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_light_dark_and_narrow(scheme: str, width: int, site: pathlib.Path, chromium: Browser) -> None:
     """Nothing makes the page itself wider than the screen; wide tables and code scroll by themselves."""

@@ -80,10 +80,6 @@ def _check(error: str, wrong: Wrong, file: str) -> None:
     assert re.search(re.sub(r"\?$", r"\\?", wrong.says).replace("{", r"\{"), error), error
 
 
-def test_there_are_fifty() -> None:
-    assert len(WRONG) >= 50
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_both_ranks_say_what_is_wrong(name: str, folder: pathlib.Path, fork: Callable[..., Outcome]) -> None:
     file = _write(folder, WRONG[name])

@@ -130,51 +130,11 @@ def _left_out(rank: int, engine: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_that_was_begun(ranks: Ranks, engine: str) -> None:
     for part, truth in ((_clipped, [True] * 6 + [[3, 3]]), (_never_made, [True] * 4 + [4]), (_left_out, [True] * 9)):
         assert ranks(part, engine) == [truth] * 2, part.__doc__
-
-
-def _buckets(rank: int) -> list[bool]:
-    """The gradient of the next step lies where the last one's lay."""
-    model = nn.parallel.DistributedDataParallel(make("plain"), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    found = []
-    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], every=1) as watch:
-        for step in range(3):
-            backward(model, step, "ddp", rank)
-            if step == 1:
-                watch.begin_step()
-                continue
-            true = _norm(grads_of(model))
-            optimizer.step()
-            found.append(math.isclose(_norm(grads_of(model)), true / 2, rel_tol=1e-5))
-    return found
-
-
-def test_buckets_that_are_used_again(ranks: Ranks) -> None:
-    assert ranks(_buckets) == [[True, True]] * 2
-
-
-def test_another_loss_between_does_not_begin_it_again() -> None:
-    """Two networks that are trained against each other: both are clipped before either steps."""
-    nets = [make("plain"), make("plain")]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=LR) for net in nets]
-    pairs = zip(nets, optimizers, strict=True)
-    watches = [dh.gradients(net, optimizer, rules=[dh.Scale(0.5)], every=1) for net, optimizer in pairs]
-    for step in range(2):
-        true = []
-        for net, watch in zip(nets, watches, strict=True):
-            backward(net, step, "plain", 0)
-            true.append(_norm(grads_of(net)))
-            watch.begin_step()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert [_norm(grads_of(net)) for net in nets] == pytest.approx([norm / 2 for norm in true])
-    assert [watch.steps for watch in watches] == [2, 2]
-    for watch in watches:
-        watch.remove()
 
 
 def test_a_loop_that_puts_other_gradients_in_their_place() -> None:

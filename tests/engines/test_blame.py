@@ -59,6 +59,7 @@ def _both(rank: int, engine: str) -> tuple[bool, str, list[Any], str, list[tuple
     return same, str(quiet.report(all_ranks=True)), entries, str(local), gathered
 
 
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "hsdp"])
 def test_the_rank_and_its_module_are_named_on_every_rank(ranks: Ranks, engine: str) -> None:
     for rank, (same, quiet, entries, local, gathered) in enumerate(ranks(_both, engine)):
@@ -92,6 +93,7 @@ def _in_backward(rank: int, engine: str) -> Any:
     return [(b.rank, b.forward, b.module, b.inputs_finite, b.in_backward) for b in found.report(all_ranks=True).found]
 
 
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero3"])
 def test_a_nan_of_backward_names_the_rank_and_the_module(ranks: Ranks, engine: str) -> None:
     if engine.startswith("zero"):

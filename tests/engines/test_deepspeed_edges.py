@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.rules import Rule
 from disthooks.grads.rules.base import Work
 from tests.support import needs
-from tests.support.engines import Fork, close
+from tests.support.engines import close
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import LR, engine_of, kept, loss_of, near, step, truth, weights_of
 
@@ -83,76 +81,6 @@ def _autocast(rank: int, stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_under_autocast_with_a_grad_scaler(ranks: Ranks, stage: int) -> None:
     assert ranks(_autocast, stage) == [[True] * 3] * 2
-
-
-def _unused(rank: int, stage: int) -> bool:
-    engine = engine_of(stage, model=Fork(), accumulate=1)
-    weights = weights_of(engine)
-    with dh.gradients(engine, rules=[dh.ClipNorm(0.1)], stats=[stats.NonFinite()], every=1) as watch:
-        engine.backward(engine(torch.ones(2, 3) + rank, rank == 0).sum())
-        engine.step()
-    model = Fork()
-    ((model(torch.ones(2, 3), True).sum() + model(torch.ones(2, 3) + 1, False).sum()) / 2).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    moved = {name: (weights[name] - after).float() / LR for name, after in weights_of(engine).items()}
-    right = near(moved, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, 1e-5)
-    return right and close(watch.latest["grad_norm"], float(norm), 1e-5)
-
-
-def test_a_parameter_unused_on_one_rank(ranks: Ranks) -> None:
-    """At stages 1 to 3 DeepSpeed's own reduction aborts: its buckets are of another size on each rank."""
-    assert ranks(_unused, 0) == [True, True]
-
-
-# --- what is where
-
-
-def _parts(rank: int, stage: int) -> tuple[list[str], dict[str, bool]]:
-    """Every element is owned once; gradient and values lie alike; nothing is disturbed while a step is under way."""
-    engine = engine_of(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    ours, found = detect_engine(engine), {"checked": True}
-    weights = weights_of(engine)
-    owned = {shard.name: torch.zeros(_numel(shard)) for shard in ours.shards}
-    lies, parts_of = [], []
-    for shard in (shard for shard in ours.shards if shard.parameter.requires_grad):
-        assert shard.part is not None
-        where = shard.part.indices(torch.device("cpu")).flatten()
-        if shard.is_owner:
-            owned[shard.name][where] += 1
-        lies.append(torch.equal(shard.values().double().flatten(), weights[shard.name].flatten()[where]))
-        parts_of.append(tuple(shard.values().shape) == shard.part.local_shape)
-        alike = shard.replica_ranks == ((0, 1) if stage == 0 else (rank,))
-        found["replica_ranks"] = alike and found.get("replica_ranks", True)
-    for count in owned.values():
-        dist.all_reduce(count)
-    checks: list[str] = []
-    handle = ours.before_any_step(lambda *args: checks.append("step") or ours.check())
-    engine.module.mid.register_forward_hook(lambda *args: checks.append("forward") or ours.check())
-    engine.module.mid[1].weight.register_hook(lambda grad: checks.append("backward") or ours.check())
-    done: list[int] = []
-    after = ours.after_step(None, lambda: done.append(len(checks)))
-    step(engine, rank)
-    for it in (handle, after):
-        it.remove()
-    found["under way"] = checks == ["forward", "backward", "forward", "backward", "step"] and done == [5]
-    found["once"] = all(bool((owned[name] == 1).all()) for name in weights)
-    found["values"], found["shapes"] = all(lies), all(parts_of)
-    empty = [s.name for s in ours.shards if s.parameter.requires_grad and s.part and 0 in s.part.local_shape]
-    return empty, found
-
-
-def _numel(shard: Any) -> int:
-    return int(getattr(shard.parameter, "ds_numel", shard.parameter.numel()))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_element_is_owned_once(ranks: Ranks, stage: int) -> None:
-    (first, found), (second, also) = ranks(_parts, stage)
-    assert all(found.values()), found
-    assert all(also.values()), also
-    assert bool(first or second) == (stage > 0)
-    assert not set(first) & set(second)
-    assert stage != 3 or second == ["gain"]
 
 
 # --- what is put back

@@ -57,6 +57,7 @@ def differ(one: pathlib.Path, other: pathlib.Path) -> dict[str, Any]:
 
 @pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat", "fsdp1none"))
 @pytest.mark.parametrize("engine", [*ENGINES, "fsdp1none", "hsdp12"])
 def test_an_engine_is_the_same_as_ddp(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     """Aligned by name: modules, own gradients, final gradients and parameters, bit for bit."""
@@ -73,6 +74,7 @@ def test_an_engine_is_the_same_as_ddp(ranks: Ranks, engine: str, tmp_path: pathl
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_other_weights_from_the_start_are_told_from_other_code(
     ranks: Ranks, engine: str, tmp_path: pathlib.Path

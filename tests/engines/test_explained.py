@@ -213,7 +213,7 @@ def compare(case: str, real: list[list[dict[str, Any]]], ranks: Sequence[int]) -
 
 
 #: One of each engine; the others have other options. Law 19 has models without an engine.
-OFTEN = {"ddp", "fsdp1", "fsdp2", "hsdp", "tp", "zero2", "zero3"}
+OFTEN = {"ddp", "fsdp2", "hsdp", "tp", "zero2", "zero3"}
 
 
 @pytest.mark.full_tier(case=tuple(CASES.keys() - OFTEN))

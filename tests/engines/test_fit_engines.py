@@ -145,7 +145,6 @@ def _both(
 
 
 @pytest.mark.full_tier(engine=("fsdp1", "zero2", "zero3"))
-@pytest.mark.first_tier(engine=("fsdp2",))
 @pytest.mark.parametrize(
     "engine", ["ddp", "fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs("deepspeed")) for stage in (2, 3))]
 )
@@ -159,7 +158,6 @@ def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.full_tier(engine=("ddp", "fsdp1", "zero2", "zero3"))
-@pytest.mark.first_tier(engine=("ddp, joined",))
 @pytest.mark.parametrize(
     ("engine", "layers"),
     [
@@ -183,7 +181,7 @@ def test_each_rank_switches_checkpoints_off_by_itself(
     assert wide == layers
 
 
-@pytest.mark.full_tier(engine=("ddp", "ddp, joined"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize(("engine", "layers"), [("ddp", 8), ("ddp, joined", 4), ("fsdp2 inside", 4)])
 def test_each_rank_chooses_by_its_own_seconds(engine: str, layers: int, ranks: Ranks, tmp_path: pathlib.Path) -> None:
     """Where moving costs nothing, no checkpoint is on that can be off, on the rank with little room either."""

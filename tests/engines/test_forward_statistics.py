@@ -87,6 +87,7 @@ def _compare(record: dict[str, Any], truth: dict[str, Any]) -> None:
 
 
 @pytest.mark.first_tier(engine=FIRST)
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat", "fsdp1none"))
 @pytest.mark.dist
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("engine", [*ENGINES, "fsdp1none"])
@@ -274,6 +275,7 @@ def _late(rank: int, engine: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_the_input_tells_the_slow_rank_where_forward_waits(ranks: Ranks, engine: str) -> None:
     for records in ranks(_late, engine):

@@ -49,6 +49,7 @@ def _trained(rank: int, name: str, how: str) -> tuple[int, list[weakref.ref[Any]
 CASES = [("plain", "function"), *((name, how) for name in ("ddp", "fsdp1", "fsdp2") for how in ("function", "rule"))]
 
 
+@pytest.mark.full_tier(name=("fsdp1",))
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_dropped_model_is_freed_with_its_local_hooks(ranks: Ranks, name: str, how: str) -> None:
     for each in ranks(_train, name, how):

@@ -1,4 +1,4 @@
-"""Laws 11 and 15 on FSDP1: some of the parameters, parameters of all kinds, replicas, and what is refused."""
+"""Laws 11 and 15 on FSDP1: parameters beside flat ones, the part that a final function gets, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,69 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
-from disthooks import stats
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError, UsageError
-from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make, train
+from tests.support.engines import Net, close, flat, grads_of, loss_of, make, train
 from tests.support.ranks.harness import Ranks
-from tests.support.ranks.proof import FOUR
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.full_tier]
 MODES = ["fsdp1", "fsdp1flat"]
 EVERY = [*MODES, "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "fsdp1flatnone"]
 
 
 # --- some of the parameters
-
-
-def _thawed(rank: int) -> dict[str, int]:
-    """FSDP notices in the next forward that a flat parameter needs gradients again."""
-    torch.manual_seed(0)
-    model = flat(Net().requires_grad_(False), "fsdp1")
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    with dh.on_gradient(model, "mid.*", lambda grad: None, at="local") as hook:
-        loss_of(model, 0, "fsdp1", rank).backward()
-    return hook.report()
-
-
-def test_parameters_that_were_frozen_before(ranks: Ranks) -> None:
-    names = [f"mid.{name}" for name, _ in Net().mid.named_parameters()]
-    assert ranks(_thawed) == [dict.fromkeys(names, 1)] * 2
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.mid, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.mid(self.first(x)))
-
-
-def _tied(rank: int, engine: str) -> tuple[dict[str, int], torch.Tensor, float]:
-    model, seen = flat(Tied(), engine), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with (
-        dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch,
-        dh.on_gradient(model, "*weight", lambda grad: seen.append(grad.clone()), at="local") as hook,
-    ):
-        model(data(0)).square().sum().backward()
-        optimizer.step()
-    return hook.report(), seen[-1], watch.latest["grad_norm"] if watch.latest else math.nan
-
-
-@pytest.mark.parametrize("engine", MODES)
-def test_tied_weights_are_one(ranks: Ranks, engine: str) -> None:
-    model = Tied()
-    model(data(0)).square().sum().backward()
-    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    for report, seen, found in ranks(_tied, engine):
-        assert report == {"first.weight": 1, "mid.weight": 1}
-        assert close(seen, model.first.weight.grad, 1e-4)
-        assert close(found, norm, 1e-5)
 
 
 def _beside(rank: int, engine: str, how: str) -> Any:
@@ -156,87 +104,6 @@ def test_a_final_function_gets_the_part_that_is_here(ranks: Ranks, engine: str) 
         assert said == "" or "'embed.weight'" in said
         names |= has.keys()
     assert names == grads_of(model).keys()
-
-
-def _unreduced(rank: int, engine: str) -> list[str]:
-    model, said = make(engine), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for attach in (
-        lambda: dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]),
-        lambda: dh.on_gradient(model, "*", torch.zeros_like),
-    ):
-        with attach():
-            with model.no_sync():
-                loss_of(model, 0, engine, rank).backward()
-            try:
-                optimizer.step()
-            except UsageError as error:
-                said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("engine", MODES)
-def test_a_step_on_gradients_that_are_not_reduced(ranks: Ranks, engine: str) -> None:
-    for said in ranks(_unreduced, engine):
-        assert len(said) == 2
-        assert all("inside no_sync()" in line for line in said)
-
-
-def _in_mid_forward(rank: int, engine: str) -> tuple[int, bool]:
-    """Under SHARD_GRAD_OP views stand in the places of parameters until backward."""
-    model, seen = make(engine), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss = loss_of(model, 0, engine, rank)
-    names = sorted(shard.name for shard in detect_engine(model).shards)
-    with dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch:
-        detect_engine(model).check()
-        watch._checks.engine.check()
-        loss.backward()
-        optimizer.step()
-        with dh.on_gradient(model, "*", lambda grad: seen.append(grad), at="local"):
-            (loss_of(model, 0, engine, rank) + loss_of(model, 1, engine, rank)).backward()
-    return len(seen), names == sorted(name for name, _ in Net().named_parameters())
-
-
-@pytest.mark.parametrize("engine", ["fsdp1op", "fsdp1flatop", "fsdp1none", "fsdp1"])
-def test_attached_and_checked_between_forward_and_backward(ranks: Ranks, engine: str) -> None:
-    assert ranks(_in_mid_forward, engine) == [(len(list(Net().parameters())), True)] * 2
-
-
-# --- four ranks
-
-
-def _four(rank: int, engine: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    model, seen = flat(Net(), engine, device_mesh=mesh), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watching = dh.gradients(model, optimizer, rules=[dh.only("*.bias", dh.ClipNorm(0.5))], stats=[stats.Norm()])
-    with watching as watch, dh.on_gradient(model, "head.weight", lambda g: seen.append(g.clone()), at="local"):
-        (model(data(0).chunk(4)[rank]).square().mean() * 100).backward()
-        optimizer.step()
-    owners = {shard.name: (shard.is_owner, shard.replica_ranks) for shard in watch._checks.engine.shards}
-    return watch.latest, grads_of(model), seen, owners, watch.report().ranks
-
-
-def test_replicas_of_shards() -> None:
-    model = make("plain")
-    loss_of(model, 0, "plain").backward()
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
-    biases = torch.nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if n.endswith("bias")], 0.5)
-    for engine in ("fsdp1hybrid", "fsdp1flathybrid"):
-        found = FOUR(_four, engine)
-        for rank, (record, grads, seen, owners, all_ranks) in enumerate(found):
-            assert all_ranks == (0, 1, 2, 3)
-            assert close([record["grad_norm"], record["grad_norm/*.bias"]], [norm, float(biases)], 1e-5)
-            assert close(grads, grads_of(model), 1e-5)
-            own = make("plain")
-            (own(data(0).chunk(4)[rank]).square().mean() * 100).backward()
-            assert close(seen, [own.head.weight.grad], 1e-5)
-            assert {twins for _, twins in owners.values()} == {(rank % 2, rank % 2 + 2)}
-        assert all(found[0][3][name][0] != found[2][3][name][0] for name in grads)  # one of two replicas counts
 
 
 # --- what is refused

@@ -73,6 +73,7 @@ def _by_hand(key: str, engine: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_local_rules_are_right_on_every_micro_batch(ranks: Ranks, engine: str, scaled: bool) -> None:
@@ -157,6 +158,7 @@ def _spoil(shards: list[Any]) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("engine", [*ENGINES, "hsdp12", "ignored"])
 def test_a_gradient_that_is_spoiled_on_one_rank_stops_all(ranks: Ranks, engine: str) -> None:
     for moved, logged, raised in ranks(_skipping, engine):

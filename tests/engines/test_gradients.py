@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import pathlib
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, train, unsynced
+from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, unsynced
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -46,6 +44,7 @@ FSDP1 = ["fsdp1", "fsdp1flat", "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "f
 LOCAL = [("ddp", False), ("fsdp2", False), ("fsdp2", True), ("hsdp", False), *((engine, False) for engine in FSDP1)]
 
 
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize(("engine", "keep"), LOCAL)
 def test_local_is_this_ranks_own_gradient_once_a_micro_batch(ranks: Ranks, engine: str, keep: bool) -> None:
     for rank, (seen, report, kinds) in enumerate(ranks(_local, engine, keep)):
@@ -66,6 +65,7 @@ def _edits(rank: int, engine: str, at: str) -> torch.Tensor:
     return grads_of(model)["head.weight"]
 
 
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("at", ["local", "final"])
 def test_an_edit_reaches_the_update(ranks: Ranks, engine: str, at: str) -> None:
@@ -102,23 +102,6 @@ def test_torchs_own_functions_mean_the_whole_gradient_in_final(ranks: Ranks, eng
 # --- ranks that differ
 
 
-def _after_evaluation(rank: int) -> list[Any]:
-    """After a forward without backward the root's parameters stay gathered."""
-    model = make("fsdp2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        loss_of(model, 0, "fsdp2", rank)
-    with dh.gradients(model, optimizer, stats=[stats.Norm(), stats.NonFinite()]) as watch:
-        loss_of(model, 0, "fsdp2", rank).backward()
-        optimizer.step()
-    return [watch.latest]
-
-
-def test_attached_after_an_evaluation(ranks: Ranks) -> None:
-    truth = train(0, "plain", [], [stats.Norm(), stats.NonFinite()], 1)[0]
-    assert all(close(found, truth) for found in ranks(_after_evaluation))
-
-
 def _none(rank: int, engine: str, who: int) -> dict[str, Any]:
     """One rank steps without having any gradient."""
     model = make(engine)
@@ -138,59 +121,6 @@ def test_a_rank_without_gradients_takes_part(ranks: Ranks, engine: str, who: int
     one, other = ranks(_none, engine, who)
     assert one == other
     assert 0 < one["grad_norm"] < math.inf
-
-
-def _jsonl(rank: int, path: str) -> tuple[dict[str, Any], str]:
-    model = make("ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watch = dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[dh.sinks.Jsonl(path)], every=2)
-    for step in range(5):
-        loss_of(model, step, "ddp", rank).backward()
-        optimizer.step()
-        if step == 2:
-            assert watch.latest["step"] == 0  # one step late
-    watch.remove()
-    refused = ""
-    try:
-        dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[dh.sinks.Jsonl(f"{path}/below/a/file")])
-    except dh.errors.UsageError as error:
-        refused = str(error)
-    return watch.latest, refused
-
-
-def test_the_first_rank_writes_and_all_can_read(ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "run" / "gradients.jsonl"
-    (latest, refused), (same, told) = ranks(_jsonl, str(path))
-    assert latest == same
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 2, 4]
-    own = {"run", "restart", "time"}  # of the first rank's line, as what the loop has set is
-    found = {name: value for name, value in lines[-1].items() if name not in own and not name.startswith("loop/")}
-    assert found == latest
-    assert "cannot be written" in refused
-    assert "rank 0 could not open its sinks" in told
-
-
-def _mixed(rank: int, engine: str) -> tuple[list[str], dict[str, Any]]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    model = sharded(make("plain"), engine, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen: list[str] = []
-    with (
-        dh.on_gradient(model, "scale", lambda grad: seen.append(str(grad.dtype)), at="local"),
-        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.NonFinite()]) as watch,
-    ):
-        loss_of(model, 0, engine, rank).backward()
-        optimizer.step()
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
-    return seen, {**watch.latest, "after": norm}
-
-
-def test_mixed_precision(ranks: Ranks) -> None:
-    for seen, record in ranks(_mixed, "fsdp2"):
-        assert seen == ["torch.bfloat16"]
-        assert close(record["after"], record["grad_norm_clipped"], 1e-5)
 
 
 def _checkpointed(rank: int) -> dict[str, int]:

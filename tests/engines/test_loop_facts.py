@@ -111,15 +111,3 @@ def test_a_number_on_a_device_is_left_out() -> None:
         optimizer.register_step_pre_hook(lambda *args: optimizer.param_groups[0].update(lr=rate))
         optimizer.step()
     assert records[0]["loop/lr"] in ([None, 0.2], [0.1, 0.2])  # by the order of the hooks
-
-
-def test_the_names_of_sinks_are_flat() -> None:
-    from disthooks.grads.sinks.base import foremost, scalars, texts
-
-    record = {"step": 3, "loop/lr": [0.1, 0.2], "loop/began": ["a", "b"], "loop/training": True}
-    assert scalars(record) == {"loop/lr/0": 0.1, "loop/lr/1": 0.2, "loop/training": 1}
-    assert texts(record) == {"loop/began": "a, b"}
-    assert foremost(record) == {}
-    lines = list[str]()
-    dh.sinks.Console(print=lines.append)({**record, "grad_norm": 1.0})
-    assert lines == ["step 3  grad_norm 1"]

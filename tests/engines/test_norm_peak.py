@@ -51,6 +51,7 @@ def _proven(few: list[dict[str, Any]], every_step: list[dict[str, Any]], leads: 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("faulty", "leads"), CASES)
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_peak_its_step_and_the_rank_that_leads(
     engine: str, faulty: tuple[int, ...], leads: int | None, ranks: Ranks

@@ -44,7 +44,8 @@ def _records(rank: int, engine: str, every: int, recent: int, happens: str, step
     return seen
 
 
-@pytest.mark.first_tier(engine=FIRST)
+@pytest.mark.first_tier(engine=FIRST, happens=("nan",))
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.dist
 @pytest.mark.parametrize("happens", ["spike", "nan"])
 @pytest.mark.parametrize("engine", ["plain", "ddp", "fsdp2", "fsdp1"])

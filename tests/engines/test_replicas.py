@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ from torch import nn
 import disthooks as dh
 from disthooks.errors import UsageError
 from disthooks.report.watch.replicas import ReplicaReport
-from tests.support import ROOT
 from tests.support.engines import all_reduces, loss_of, make
 from tests.support.ranks.harness import Ranks
 
@@ -129,22 +127,6 @@ def test_ranks_with_other_tensors_get_an_error_and_do_not_hang(ranks: Ranks, wha
     assert "ranks 0 and 1 hold tensors of different names, shapes or dtypes" in one
 
 
-def _order_of_state(rank: int) -> bool:
-    """One rank has its state from a checkpoint, with keys in another order; and an optimizer of Python numbers."""
-    model = make("ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-        state = {"count": 3, "rate": 0.5, "history": [torch.ones(2), None], "flag": True, "text": "x"}
-        optimizer.state[parameter] = dict(reversed(state.items())) if rank else state
-    report = dh.check_replicas(model, optimizer)
-    assert report.compared == 8 * 5
-    return report.ok
-
-
-def test_state_of_any_kind_in_any_order(ranks: Ranks) -> None:
-    assert ranks(_order_of_state) == [True, True]
-
-
 def test_arguments_that_cannot_work(ranks: Ranks) -> None:
     assert all("ranks= is for plain modules: DDP knows" in told for told in ranks(_refused, "ddp"))
     with pytest.raises(UsageError, match=r"ranks=\[0, 5\]: this is rank 0 of 1"):
@@ -164,15 +146,6 @@ def _refused(rank: int, engine: str) -> str:
         return str(dh.check_replicas(make(engine), ranks=[0, 1]))
     except UsageError as error:
         return str(error)
-
-
-def _example(rank: int) -> None:
-    runpy.run_path("examples/05_which_rank_is_wrong.py", run_name="__main__")
-
-
-def test_the_example_on_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    ranks(_example)
 
 
 # --- four ranks
@@ -259,16 +232,9 @@ def _flat(rank: int, engine: str) -> list[Any]:
     return [_found(before), _found(dh.check_replicas(model, optimizer)), str(before)]
 
 
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "fsdp1flat"])
 def test_what_has_no_copies_is_never_silently_ok(ranks: Ranks, engine: str) -> None:
     for *found, said in ranks(_flat, engine):
         assert found == [(False, 0, [])] * 2
         assert said.endswith("2 ranks: 0 tensors are replicated; nothing to compare")
-
-
-def test_flat_parameters_that_are_whole_on_every_rank(ranks: Ranks) -> None:
-    for before, after, _ in ranks(_flat, "fsdp1none"):
-        assert before[0] is True
-        assert before[1] > 20
-        assert after[0] is False
-        assert "exp_avg" in str(after[2])

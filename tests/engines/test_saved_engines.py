@@ -71,6 +71,7 @@ def _products(rank: int, engine: str, pattern: str, folder: str) -> tuple[bool, 
 
 
 @pytest.mark.first_tier(engine=("ddp", "fsdp2"), pattern=("",))
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize("pattern", ["", "*blocks.?"])
 @pytest.mark.parametrize("engine", ["ddp", "ddp static", "fsdp2", "fsdp2 keep", "fsdp2 mixed", "fsdp1", "fsdp1flat"])
 def test_products_are_computed_again_with_the_bits(
@@ -155,6 +156,7 @@ def _checkpoint(rank: int, engine: str, one: str, two: str, folder: str) -> tupl
 
 
 @pytest.mark.parametrize("how", ["in place", "wrappers"])
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_a_distributed_checkpoint_goes_both_ways(ranks: Ranks, engine: str, how: str, tmp_path: pathlib.Path) -> None:
     names = sorted(Tiny().state_dict())

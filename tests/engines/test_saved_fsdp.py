@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
-from tests.support.models import Block, Tiny, identical
+from tests.support.models import Block, Tiny
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import (
     FEW,
@@ -24,7 +24,6 @@ from tests.support.ranks.proof import (
     KINDS,
     alive_with_and_without,
     prove,
-    run,
     trainer,
 )
 
@@ -87,7 +86,7 @@ def _prove(rank: int, engine: str, option: str, how: str, folder: str, kinds: li
     return prove(Tiny, take, train, how, folder, plain=_half if option == "mixed" else Tiny, kinds=kinds)
 
 
-@pytest.mark.full_tier(how=("after", "wrappers"))
+@pytest.mark.full_tier
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("engine", FSDP1)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -101,7 +100,7 @@ OPTIONS = [(engine, option) for engine in FSDP1 for option in ("mixed", "autocas
 OPTIONS += [("fsdp2", each) for each in ("nested", "keep", "part", "mixed", "autocast", "prefetch", "offload")]
 
 
-@pytest.mark.full_tier(engine=FSDP1, how=("after", "wrappers"))
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("engine", "option"), OPTIONS)
 def test_options_change_nothing(ranks: Ranks, engine: str, option: str, how: str, tmp_path: pathlib.Path) -> None:
@@ -123,7 +122,7 @@ def _alive(rank: int, engine: str, option: str, how: str, folder: str) -> list[t
     return alive_with_and_without(Tiny, functools.partial(_engine, engine=engine, option=option), how, line, rank)
 
 
-@pytest.mark.full_tier(engine=FSDP1, how=("after", "wrappers"))
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     ("engine", "option"), [*((each, "") for each in FSDP1), ("fsdp2", "nested"), ("fsdp2", "keep")]
@@ -147,48 +146,6 @@ def test_the_whole_model_in_one_attachment(ranks: Ranks, how: str, tmp_path: pat
     assert ranks(_whole, how, str(tmp_path)) == [GOOD, GOOD]
 
 
-def _checkpointed(rank: int, how: str, folder: str) -> tuple[bool, int, int, dict[str, int]]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
-    def engine(model: nn.Module) -> nn.Module:
-        model = _engine(model, "fsdp1")
-        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))
-        return model
-
-    truth = run(Tiny, engine, trainer(rank), how, None).numbers
-    numbers, report = run(Tiny, engine, trainer(rank), how, pipeline(dh.OnDisk(folder), at_least=0))
-    return identical(numbers, truth), report.stored, report.held, report.passed
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_with_activation_checkpoints(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
-    """Around the checkpoint, the inputs of two blocks in two steps are stored; inside it, hooks step back."""
-    inputs = 2 * 2 * 4 * 32 * 64 * 4
-    expected = (0, 0, {"checkpoint": 8}) if how == "before" else (inputs, 0, {})
-    assert ranks(_checkpointed, how, str(tmp_path)) == [(True, *expected)] * 2
-
-
-def _consolidated(rank: int, engine: str, folder: str) -> list[str]:
-    """FSDP's own full state, which a plain model loads and which loads back."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-    torch.manual_seed(1)
-    model: Any = Tiny()
-    model.blocks[0] = dh.SaveWith(model.blocks[0], dh.OnDisk(folder), at_least=4096)
-    dh.save_activations(model, "blocks.1", dh.OnDisk(folder))
-    model = _engine(model, engine)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = model.state_dict()
-        Tiny().load_state_dict(state)
-        model.load_state_dict(state)
-    return sorted(state)
-
-
-@pytest.mark.parametrize("engine", FSDP1)
-def test_a_consolidated_state_has_the_plain_names(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
-    assert ranks(_consolidated, engine, str(tmp_path)) == [sorted(Tiny().state_dict())] * 2
-
-
 def _loaded_whole(rank: int, engine: str, folder: str) -> bool:
     """torch's ``set_model_state_dict`` loads the plain model's state into FSDP units that are inside of wrappers."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -210,6 +167,7 @@ def _loaded_whole(rank: int, engine: str, folder: str) -> bool:
     return True
 
 
+@pytest.mark.full_tier(engine=FSDP1)
 @pytest.mark.parametrize("engine", [*FSDP1, "fsdp2"])
 def test_a_whole_state_loads_into_a_wrapper_around_the_engine(
     ranks: Ranks, engine: str, tmp_path: pathlib.Path

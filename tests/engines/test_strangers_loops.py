@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.errors import UsageError
-from tests.support.engines import close, whole
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.truth import make
 
@@ -31,10 +28,6 @@ def _model(engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _loss(model: nn.Module, rank: int, step: int = 0, factor: float = 1.0) -> torch.Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
     return factor * model(x, True).square().mean()
-
-
-def _norm(model: nn.Module) -> float:
-    return float(torch.stack([whole(p.grad).double().norm() for p in model.parameters()]).norm())
 
 
 def _another_optimizer(rank: int, engine: str) -> dict[str, bool]:
@@ -53,59 +46,6 @@ def _another_optimizer(rank: int, engine: str) -> dict[str, bool]:
             lacks = watch.report().lacks_step
     once = ["AdamW has stepped" in str(each.message) for each in told] == [True]
     return {"said once": once, "steps": watch.steps == 1, "lacks": lacks}
-
-
-def _twice(rank: int, engine: str) -> dict[str, bool]:
-    model, optimizer = _model(engine)
-    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)]) as watch:
-        try:
-            dh.gradients(model, optimizer, rules=[dh.Scale(0.5)])
-            said = ""
-        except UsageError as error:
-            said = str(error)
-        _loss(model, rank).backward()
-        true = _norm(model)
-        optimizer.step()
-        return {
-            "refused": "another attachment" in said,
-            "once": close(_norm(model), true / 2, 1e-5),
-            "1": watch.steps == 1,
-        }
-
-
-def _scaled(rank: int, engine: str) -> dict[str, bool]:
-    """A step that is begun with a scaler has gradients in the user's units; one that is kept back leaves no loss."""
-    model, optimizer = _model(engine)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    records: list[Any] = []
-    norms = []
-    rules = [dh.SkipSpike(least=2, window=4, norm=False), dh.ClipNorm(1e-3)]
-    stats = [dh.stats.Norm()]
-    with dh.gradients(model, optimizer, rules=rules, stats=stats, sinks=[records.append], every=1) as watch:
-        try:
-            scaler.scale(_loss(model, rank)).backward()
-            watch.begin_step()
-            unknown = False
-        except UsageError:
-            unknown = True
-        optimizer.zero_grad()
-        for step in range(5):
-            scaler.scale(_loss(model, rank, step, math.inf if step == 3 else 1.0)).backward()
-            watch.note_loss(1000.0 if step == 3 else 1.0 + 0.01 * (step % 2))
-            true = _norm(model) / scaler.get_scale()
-            if step % 2:
-                watch.begin_step(scaler)
-                norms += [] if step == 3 else [close(_norm(model), min(true, 1e-3), 1e-2)]
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    losses = [record["loss"] for record in records]
-    return {
-        "unknown scaler": unknown,
-        "norms": all(norms),
-        "losses": rank > 0 or close(losses, [1.0, 1.01, 1.0, 1.0], 1e-6),
-        "no spike": not any(record["spike"] for record in records),
-    }
 
 
 def _skipped(rank: int, engine: str) -> dict[str, bool]:
@@ -131,7 +71,7 @@ def _skipped(rank: int, engine: str) -> dict[str, bool]:
     return {"seen": found == [(False, False), (True, True), (False, False)]}
 
 
-LOOPS = {"another optimizer": _another_optimizer, "twice": _twice, "scaled": _scaled, "skipped": _skipped}
+LOOPS = {"another optimizer": _another_optimizer, "skipped": _skipped}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

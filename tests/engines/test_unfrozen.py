@@ -53,6 +53,7 @@ CASES = [(engine, thaw_at) for engine in ["plain", *ENGINES] for thaw_at in (0, 
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1", "fsdp1flat"))
 @pytest.mark.parametrize(("engine", "thaw_at"), CASES)
 def test_an_unfrozen_parameter_is_seen(ranks: Ranks, engine: str, thaw_at: int) -> None:
     for found in ranks(_train, engine, thaw_at):

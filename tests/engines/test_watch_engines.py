@@ -37,6 +37,7 @@ def _both(rank: int, engine: str) -> tuple[bool, Any, Any]:
     return all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True)), seen, calls
 
 
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_training_is_bit_identical_and_names_are_the_models(ranks: Ranks, engine: str) -> None:
     widths = {"": 3, "embed": 7, "mid": 5, "mid.0": 7, "mid.1": 5, "mid.2": 5}

@@ -65,11 +65,11 @@ def drawn(seed: int, count: int = 2000) -> Events:
     return events
 
 
-def on_the_gpu(task: str, **document: Any) -> dict[str, Any]:
+def on_the_gpu(**document: Any) -> dict[str, Any]:
     """Run this file in a new process, whose allocator has no cache yet."""
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, task]
+    command = [sys.executable, __file__]
     done = subprocess.run(
         command, input=json.dumps(document), env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -81,7 +81,7 @@ def on_the_gpu(task: str, **document: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_births_and_deaths(seed: int) -> None:
     events = drawn(seed)
-    real = on_the_gpu("follow", events=events, limit=None)
+    real = on_the_gpu(events=events, limit=None)
     found, _ = followed(events, Placed(real["segments"]))
     assert found == real["after"]
     report = simulate(events)  # without the driver's addresses
@@ -94,20 +94,10 @@ def test_a_limit_gives_cached_memory_back_and_then_fails(seed: int) -> None:
     events = drawn(seed)
     whole = simulate(events)
     limit = int(whole.allocated_peak * 0.95) // (2 * MiB) * 2 * MiB + MiB  # segments are multiples of 2 MiB
-    real = on_the_gpu("follow", events=events, limit=limit)
+    real = on_the_gpu(events=events, limit=limit)
     found, failed = followed(events, Placed(real["segments"], limit))
     assert found == real["after"]
     assert failed == real["failed"] is not None
-
-
-def test_a_step_of_training() -> None:
-    """What torch recorded of two steps of a convolutional network with attention, with all workspaces."""
-    real = on_the_gpu("train")
-    if len(set(real["streams"])) > 1:
-        pytest.skip("another stream allocated, and the model has one")
-    found, _ = followed([(serial, nbytes) for serial, nbytes in real["events"]], Placed(real["segments"]))
-    assert max(allocated for allocated, _ in found) == real["allocated_peak"]
-    assert max(reserved for _, reserved in found) == real["reserved_peak"]
 
 
 # -- in the new process
@@ -147,37 +137,5 @@ def follow(events: Events, limit: int | None) -> dict[str, Any]:
     return {"after": after, "failed": failed, "segments": _segments(_trace())}
 
 
-def train() -> dict[str, Any]:
-    """Two steps; tell the births and deaths that torch recorded, and its peaks."""
-    _begin()
-    parts = [torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.Flatten(2)]
-    layer = torch.nn.TransformerEncoderLayer(1024, 8, 4096, batch_first=True)
-    model = torch.nn.Sequential(*parts, layer, torch.nn.Linear(1024, 100)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.randn(32, 3, 32, 32, device="cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    trace = _trace()
-    serials: dict[int, int] = {}
-    events: Events = []
-    for i, entry in enumerate(trace):
-        if entry["action"] == "alloc":
-            serials[entry["addr"]] = i
-            events.append((i, entry["size"]))
-        elif entry["action"] == "free_completed":
-            events.append((serials.pop(entry["addr"]), 0))
-    streams = [entry["stream"] for entry in trace if entry["action"] in ("alloc", "segment_alloc")]
-    return {
-        "events": events,
-        "segments": _segments(trace),
-        "streams": streams,
-        "allocated_peak": peaks[0],
-        "reserved_peak": peaks[1],
-    }
-
-
 if __name__ == "__main__":
-    print(json.dumps({"follow": follow, "train": train}[sys.argv[1]](**json.load(sys.stdin))))
+    print(json.dumps(follow(**json.load(sys.stdin))))

@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -44,45 +43,6 @@ def test_an_operator_saves_what_was_predicted(name: str) -> None:
     with backends(case.backend):
         real = saved_bytes(forward, weights)
     assert real == pytest.approx(predicted, rel=0 if case.is_exact else ESTIMATED)
-
-
-class Network(nn.Module):
-    """Convolution, norms, attention, a recurrent module's cell, dropout and a tied head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
-        self.norm, self.rms, self.group = nn.LayerNorm(32), nn.RMSNorm(32), nn.GroupNorm(4, 32)
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.group(self.stem(images)).flatten(2).transpose(1, 2)
-        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = self.layer(F.dropout(self.out(y), 0.1) + x)
-        return torch.einsum("btc,dc->btd", self.rms(x), self.out.weight).softmax(-1).pow(2)
-
-
-@pytest.mark.parametrize("dtype", [None, BF16, FP16], ids=str)
-@pytest.mark.parametrize("backend", ["flash", "efficient", "math"])
-def test_a_network_saves_what_was_predicted(backend: str, dtype: torch.dtype | None) -> None:
-    def run(device: str) -> int:
-        torch.manual_seed(0)
-        model = Network()
-        model = model.cuda() if device == "cuda" else model
-        images = torch.zeros(2, 3, 16, 16, device=device)
-
-        def forward() -> torch.Tensor:
-            with torch.autocast("cuda", dtype or FP16, enabled=dtype is not None):
-                return model(images)
-
-        return saved_bytes(forward, [*model.parameters(), *model.buffers()])
-
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda(backend), cuda_autocast():
-        predicted = run("cpu")
-    with backends(backend):
-        assert run("cuda") == predicted
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)

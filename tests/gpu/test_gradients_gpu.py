@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import disthooks as dh
 from disthooks import stats
@@ -55,28 +56,6 @@ def test_the_device_gives_what_the_cpu_gives() -> None:
     assert close({name: grad.cpu() for name, grad in grads_of(model).items()}, grads_of(truth))
 
 
-def test_statistics_on_the_device_are_those_on_the_cpu() -> None:
-    records = []
-    for device in ("cpu", "cuda"):
-        model = make("plain").to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for i, parameter in enumerate(model.parameters()):
-            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)).to(device)
-        with dh.gradients(model, optimizer, stats=[s for s in STATS if not isinstance(s, stats.Spread)]) as watch:
-            optimizer.step()
-        records.append(watch.latest)
-    assert close(records[1], records[0], 1e-5)
-
-
-def test_long_sums_keep_their_digits() -> None:
-    weight = torch.nn.Parameter(torch.zeros(20_000_003, device="cuda"))
-    weight.grad = torch.randn_like(weight)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    with dh.gradients(torch.nn.ParameterList([weight]), optimizer, stats=[stats.Norm()]) as watch:
-        optimizer.step()
-    assert close(watch.latest["grad_norm"], float(weight.grad.double().norm()))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_reading_finds_what_it_finds_on_the_cpu(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -89,3 +68,22 @@ def test_one_reading_finds_what_it_finds_on_the_cpu(dtype: torch.dtype) -> None:
     assert torch.equal(found.counts.cpu(), host.counts)
     for name in _ORDER:
         assert torch.allclose(found.facts[name].cpu(), host.facts[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 4)).cuda()
+
+
+def test_watching_adds_no_host_sync() -> None:
+    model, x = _net(), torch.randn(16, 8, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with dh.trace(model, print=None) as traced, dh.features(model, "*", copy=True) as seen:
+            model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen["0"].is_cuda
+    assert {"forward_pre", "forward"} == {event.kind for event in traced.events}

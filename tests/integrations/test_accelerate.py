@@ -82,6 +82,7 @@ def same(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
 
 
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hooks_before_and_after_prepare_and_checkpoints(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     made = {when: ranks(_trained, engine, when, str(tmp_path), timeout=300) for when in ("never", "before", "after")}
@@ -108,6 +109,7 @@ def test_hooks_before_and_after_prepare_and_checkpoints(ranks: Ranks, engine: st
             assert all("made without disthooks" in message for message in one["told"])
 
 
+@pytest.mark.full_tier(engine=("fsdp1ac",))
 @pytest.mark.parametrize("engine", ["fsdp1ac", "fsdp2ac"])
 def test_with_the_plugins_activation_checkpointing(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
     """Around the checkpoint its inputs are moved; inside it hooks step back, and say so."""
@@ -182,44 +184,6 @@ def test_accumulation_and_both_ways_of_clipping() -> None:
         assert prepared.gradients.steps == 2
         prepared.remove()
         assert not {"clip_grad_norm_", "clip_grad_value_", "unscale_gradients", "end_training"} & vars(acc).keys()
-
-
-def test_a_loop_that_does_not_clip_or_asks_for_unscaled_gradients() -> None:
-    with accelerator("one") as acc:
-        model, optimizer = _pair(acc)
-        with integration.prepare(acc, model, optimizer, CONFIG) as prepared:
-            for seed in range(4):
-                true = _backward(acc, model, seed)
-                if seed % 2:
-                    acc.unscale_gradients(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                prepared.gradients.flush()
-                assert prepared.gradients.latest["grad_norm"] == pytest.approx(true)
-                assert _norm(model) == pytest.approx(0.1 if seed % 2 else true / 2, rel=1e-4)
-                optimizer.zero_grad()
-            assert prepared.gradients.steps == 4
-
-
-def test_of_two_models_the_one_that_is_clipped() -> None:
-    with accelerator("one") as acc:
-        pairs = [_pair(acc, seed) for seed in range(2)]
-        both = [integration.prepare(acc, *pair, CONFIG) for pair in pairs]
-        for seed in range(2):
-            true = []
-            for model, _ in pairs:
-                true.append(_backward(acc, model, seed))
-                acc.clip_grad_norm_(iter(list(model.parameters())), 0.1)
-            for prepared, (_, optimizer), norm in zip(both, pairs, true, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                prepared.gradients.flush()
-                assert prepared.gradients.latest["grad_norm"] == pytest.approx(norm)
-        both[0].remove()
-        assert [prepared.gradients.steps for prepared in both] == [2, 2]
-        assert "clip_grad_norm_" in vars(acc)  # the other one needs it
-        both[1].remove()
-        assert "clip_grad_norm_" not in vars(acc)
 
 
 def test_two_optimizers_and_a_spike_of_the_loss() -> None:
@@ -384,6 +348,23 @@ def _unreadable(rank: int, folder: str) -> list[Any]:
 def test_what_one_rank_does_leaves_none_waiting(ranks: Ranks, tmp_path: pathlib.Path) -> None:
     first, second = ranks(_unreadable, str(tmp_path), timeout=300)
     assert (first, second) == (["AttachError", True, 1], ["ConfigError", True, 1])
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_unwrapping_leaves_the_hooks(way: str, tmp_path: pathlib.Path) -> None:
+    """``extract_model_from_parallel`` takes off whatever has an attribute ``module``."""
+    from accelerate.utils import extract_model_from_parallel
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if way == "wrapped":
+        saving: Any = dh.SaveWith(model[1], dh.OnDisk(tmp_path), at_least=0)
+        model[1] = saving
+    else:
+        saving = dh.save_activations(model, "1", dh.OnDisk(tmp_path), at_least=0)
+    unwrapped = extract_model_from_parallel(model, recursive=True)
+    assert list(unwrapped.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    unwrapped(torch.randn(3, 4)).sum().backward()
+    assert saving.report().moved > 0
 
 
 def test_it_is_told_what_is_no_accelerator() -> None:

@@ -54,38 +54,6 @@ def _same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(_weights(one), _weights(other), strict=True))
 
 
-def _saving(rank: int, stage: int, folder: str) -> dict[str, Any]:
-    """Saving and statistics change no bit; what is written has no trace of them, and loads without."""
-    store = {"kind": "OnDisk", "directory": folder}
-    hooks = {
-        "save": [{"modules": "blocks.*", "at_least": "1 KiB", "store": store}],
-        "watch": {"every": 1, "stats": [{"kind": "Norm"}]},
-    }
-    plain, hooked = _engine(stage, folder, None), _engine(stage, folder, hooks)
-    norms, keys = _train(rank, plain, range(3)), list(plain.module.state_dict())
-    with dh.prepare(hooked) as attached:
-        found = _train(rank, hooked, range(2))
-        alike = list(hooked.module.state_dict()) == keys
-        hooked.save_checkpoint(f"{folder}/{stage}")
-        found += _train(rank, hooked, range(2, 3))
-    later = _engine(stage, folder, None)
-    later.load_checkpoint(f"{folder}/{stage}")
-    _train(rank, later, range(2, 3))
-    return {
-        "moved": attached.report().moved,
-        "norm": attached.gradients.latest["grad_norm"] / norms[-1] - 1,
-        "rest": [found == norms, alike, _same(plain, hooked), _same(plain, later)],
-    }
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_saving(ranks: Ranks, tmp_path: pathlib.Path, stage: int) -> None:
-    for found in ranks(_saving, stage, str(tmp_path)):
-        assert found["moved"] > 0
-        assert abs(found["norm"]) < 1e-5
-        assert found["rest"] == [True] * 4
-
-
 def _rules(rank: int, folder: str) -> dict[str, Any]:
     """What rules learned goes with DeepSpeed's checkpoints, as its client state; records go to its monitor."""
     whole, first = _engine(2, folder, {"watch": WATCH}), _engine(2, folder, {"watch": WATCH})

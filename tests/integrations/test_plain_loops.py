@@ -107,43 +107,10 @@ def test_a_loop_of_ones_own(ranks: Ranks, tmp_path: pathlib.Path, compiled: bool
         assert found == {"keys": True, "norms": True, "same": True, "resumed": True, "steps": 4}
 
 
-def _closed(optimizer: torch.optim.Optimizer, model: nn.Module, watch: Any, clip: bool) -> list[float]:
-    """Steps with a closure that makes the gradients, begins the step, and clips by itself."""
-    norms = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 3)).square().sum()
-        loss.backward()
-        if watch is not None:
-            watch.begin_step()
-        if clip:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    return norms
-
-
 def _linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-
-def test_a_closure_that_begins_the_step() -> None:
-    """As in Lightning: rules act inside the step, on gradients that are final, once, and before the loop clips."""
-    (plain, own), (model, optimizer), (ruled, other) = _linear(), _linear(), _linear()
-    norms = _closed(own, plain, None, True)
-    records: list[dict[str, Any]] = []
-    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[records.append], every=1) as watch:
-        _closed(optimizer, model, watch, True)
-    assert [record["grad_norm"] for record in records] == pytest.approx(norms)
-    with dh.gradients(ruled, other, rules=[dh.ClipNorm(0.5)]) as watch:
-        _closed(other, ruled, watch, False)
-    for result in (model, ruled):
-        torch.testing.assert_close(list(result.parameters()), list(plain.parameters()))
 
 
 def test_a_step_that_was_begun_in_a_closure_that_raised_counts_once() -> None:

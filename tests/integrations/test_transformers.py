@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import disthooks as dh
 from disthooks import memory
 from disthooks.errors import MatchError, UsageError
-from tests.support.accelerated import llama, surroundings, tokens
+from tests.support.accelerated import llama, surroundings
 from tests.support.ranks.harness import Ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -308,46 +307,6 @@ def test_two_callbacks_and_a_trainer_that_saves_elsewhere(tmp_path: pathlib.Path
     with pytest.warns(RuntimeWarning, match=r"Trainer has made no .*checkpoint-2: .*is not saved"):
         made.train()
     assert made.state.global_step == 4
-
-
-def _lora(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-
-
-def test_lora_in_the_trainer(tmp_path: pathlib.Path) -> None:
-    """Adapters alone are held by the optimizer; patterns name what peft made of the model."""
-    made_of = config(rules=[{"kind": "only", "pattern": "*.lora_A.*", "rule": {"kind": "Scale", "factor": 0.5}}])
-    made_of["save"][0] = {**LAYERS, "modules": "*.layers.?"}
-    made_of["watch"]["groups"] = {"down": "*.lora_A.*", "up": "*.lora_B.*"}
-    callback = DisthooksCallback(made_of)
-    made = trainer(tmp_path, [callback], _lora(llama()))
-    frozen = {name: p.detach().clone() for name, p in made.model.named_parameters() if not p.requires_grad}
-    made.train()
-    for entry in logged(made):
-        down, up = (entry[f"gradients/grad_norm/group/{name}"] for name in ("down", "up"))
-        assert math.isclose(entry["gradients/grad_norm"], math.hypot(down, up), rel_tol=1e-6)
-        assert math.isclose(entry["grad_norm"], math.hypot(down / 2, up), rel_tol=1e-6)
-    assert frozen
-    assert all(torch.equal(p, frozen[name]) for name, p in made.model.named_parameters() if name in frozen)
-    assert callback.saved.moved > 0
-
-
-def test_hooks_attached_before_peft_wraps_the_layers() -> None:
-    """peft puts its layers into the module tree: what was attached around them stays, and is right."""
-    found = []
-    for hooked in (False, True):
-        model = llama()
-        saving = dh.save_activations(model, "model.layers.?", dh.OnDisk("/tmp")) if hooked else None
-        model = _lora(model)
-        model(**tokens(0, 0)).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert len(found[0]) == 8
-    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
-    assert saving is not None
-    assert saving.report().moved > 0
 
 
 def test_sft_trainer_with_lora(tmp_path: pathlib.Path) -> None:

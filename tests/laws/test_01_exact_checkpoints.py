@@ -107,13 +107,6 @@ def test_what_the_caller_of_the_checkpoint_chose_is_done(tmp_path: pathlib.Path)
     assert stored[1] - stored[0] == 2 * PRODUCT
 
 
-@pytest.mark.skipif(not GIVES, reason="this version of torch has no such warning")
-def test_hooks_that_are_not_ours_are_warned_as_before() -> None:
-    layer, x = Layer(), torch.randn(ROWS, WIDTH, requires_grad=True)
-    with torch.autograd.graph.save_on_cpu(), pytest.warns(FutureWarning, match="selective activation checkpoint"):
-        checkpoint(layer, x, use_reentrant=False, context_fn=CONTEXT).sum().backward()
-
-
 HANDED: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "position": lambda layer, h: checkpoint(layer, h, use_reentrant=False),
     "keyword": lambda layer, h: checkpoint(layer, x=h, use_reentrant=False),

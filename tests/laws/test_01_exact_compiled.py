@@ -207,15 +207,6 @@ class Loop(Net):
         return F.linear(x.sin(), self.embed.weight)
 
 
-def test_a_loop_over_attached_modules_is_not_compiled_but_they_are(to: Any) -> None:
-    wanted, model, compiler = steps(Loop()), Loop(), CompileCounterWithBackend("eager")
-    counters.clear()
-    moved = in_place(model, to)
-    assert identical(steps(model, torch.compile(model, backend=compiler)), wanted)
-    assert moved() > 2**19
-    assert compiler.frame_count == 1  # the compiler gives up a function whose graph breaks in a loop
-
-
 @pytest.mark.parametrize("attach", [in_place, wrap])
 def test_one_graph_is_refused_in_training_and_given_in_evaluation(attach: Any, to: Any) -> None:
     attach(model := Net(), to)
@@ -291,36 +282,6 @@ def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None
     assert identical([p.grad for p in model.parameters()], list(wanted))
     assert saving.report().loaded > 0
     assert any("leave compiled autograd off" in why for why in counters["graph_break"])
-
-
-class Straight(Net):
-    """Its blocks one after the other, with a graph break of torch's around each if ``breaks`` is set."""
-
-    breaks = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) * 1.5
-        x = self._broken(self._broken(x, self.first) + 1, self.second) + 1
-        return F.linear(x.sin(), self.embed.weight)
-
-    def _broken(self, x: torch.Tensor, block: nn.Module) -> torch.Tensor:
-        if self.breaks:
-            torch._dynamo.graph_break()
-        x = block(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return x
-
-
-@pytest.mark.second_tier
-@pytest.mark.usefixtures("one_thread")
-def test_bits_are_those_of_plain_torch_with_graph_breaks_in_the_same_places(to: Any) -> None:
-    broken = Straight()
-    broken.breaks = True
-    wanted = steps(broken, torch.compile(broken))
-    saving = dh.save_activations(model := Straight(), ["first", "second"], to)
-    assert identical(steps(model, torch.compile(model)), wanted)
-    assert saving.report().moved > 0
 
 
 @pytest.mark.second_tier

@@ -241,29 +241,6 @@ KINDS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_inside_has_its_inputs_stored(kind: str, tmp_path: pathlib.Path) -> None:
-    """A checkpoint inside the hooks is the useful order.
-
-    Of all that the block saves, only the checkpoint's input goes to the store.
-    """
-    block = Block()
-    x_bytes = 4 * 32 * 64 * 4
-    truth = _gradients(block, lambda x: checkpoint(block, x.sin(), **KINDS[kind]))
-    saved = _everything(tmp_path)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with saved:
-            return checkpoint(block, x.sin(), **KINDS[kind])
-
-    with no_warning():
-        assert identical(_gradients(block, run), truth)
-    # x and sin(x), and the state of the random numbers that a checkpoint saves; the products that a selective one keeps
-    products = 9 * x_bytes if kind == "selective" else 0
-    assert 2 * x_bytes + products <= saved.report().moved < 2.5 * x_bytes + products
-    assert saved.report().held == 0
-
-
 @pytest.mark.parametrize("how", ["wrapper", "in place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_path: pathlib.Path) -> None:
@@ -290,23 +267,3 @@ def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_pat
     report = attached.report()
     assert (report.calls, report.stored, report.kept) == (0, 0, 0)
     assert report.passed["backward" if kind == "reentrant" else "checkpoint"] >= 2
-
-
-def test_a_module_under_a_checkpoint_inside_our_block_steps_back(tmp_path: pathlib.Path) -> None:
-    """Our block is around a checkpoint, and the checkpoint is around our module.
-
-    The inner hooks step back, and the outer hooks store the checkpoint's input.
-    """
-    block = Block()
-    truth = _gradients(block, lambda x: checkpoint(block, x, use_reentrant=False))
-    block.mlp = dh.SaveWith(block.mlp, dh.OnDisk(tmp_path), at_least=4096)
-    saved = _everything(tmp_path)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with saved:
-            return checkpoint(block, x, use_reentrant=False)
-
-    with pytest.warns(UserWarning, match="stepped back in 'Sequential'"):
-        assert identical(_gradients(block, run), truth)
-    assert block.mlp.report().stored == 0
-    assert saved.report().moved > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ import torch
 import disthooks as dh
 from disthooks.saved.pipeline import pipeline
 from tests.support.functions import Save
-from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import line
 
 pytestmark = pytest.mark.any_device
@@ -111,19 +109,3 @@ def test_quantized_tensors_are_kept(tmp_path: pathlib.Path) -> None:
         y = Save.apply(torch.zeros(1, requires_grad=True), x)
     assert torch.equal(y.grad_fn.saved_tensors[0].int_repr(), x.int_repr())
     assert saved.report().kept_by == {"quantized": 16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Loose(Copies):
-    """Gives back the right elements in a layout of its own."""
-
-    def get(self, ticket: torch.Tensor) -> torch.Tensor:
-        wide = torch.stack([ticket, torch.zeros_like(ticket)], -1)
-        return wide[..., 0]
-
-
-def test_a_store_may_give_back_any_layout() -> None:
-    x = torch.arange(96.0).view(8, 12)
-    with dh.saving(pipeline(Loose(), at_least=0)):
-        y = Save.apply(torch.zeros(1, requires_grad=True), x)
-    assert same(y.grad_fn.saved_tensors[0], x)

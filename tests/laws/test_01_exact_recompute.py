@@ -25,7 +25,6 @@ from disthooks.saved.report import SavedReport
 from tests.support import zoo
 from tests.support.functions import SavesItsOutput
 from tests.support.models import build, identical, step
-from tests.support.threads import together
 
 STORES: dict[str, Callable[[object], object]] = {"disk": dh.OnDisk, "cpu": lambda _: dh.OnCpu()}
 
@@ -192,27 +191,6 @@ def test_a_second_derivative_is_exact(kind: Callable[[], nn.Module], tmp_path: p
     assert saving.report().recomputed > 0
 
 
-def test_any_number_of_backwards_runs_in_any_thread(tmp_path: pathlib.Path) -> None:
-    torch.manual_seed(0)
-    model, x = _blocks(Gated)(), _rows()
-    weights = list(model.parameters())
-    truth = torch.autograd.grad(model(x).sum(), weights)
-    saving = dh.save_activations(model, "*", pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0))
-    losses, found = [model(x).sum()], []
-
-    def backward() -> None:
-        found.append(torch.autograd.grad(losses[0], weights, retain_graph=True))
-
-    backward()
-    backward()
-    assert set(together([backward] * 3)) == {None}
-    assert len(found) == 5
-    assert all(identical(list(grads), list(truth)) for grads in found)
-    losses.clear()
-    assert saving.report().recomputed > 0
-    assert saving.report().held == 0
-
-
 def test_the_number_of_threads_in_backward_does_not_matter(tmp_path: pathlib.Path) -> None:
     """A CPU computes the last elements of each thread's part another way."""
     before = torch.get_num_threads()
@@ -294,25 +272,6 @@ def test_a_sampled_check_raises_at_what_the_graph_does_not_show(
     until = (1 << begins.bit_length()) + 1  # the next power of two, or the step behind it
     with pytest.raises(dh.errors.StoreError, match="no_grad"):
         list(map(model, [x] * (until - begins)))
-
-
-@pytest.mark.parametrize("when", ["before it is used", "after"])
-def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathlib.Path) -> None:
-    """Even a change that happens to change nothing counts, because the computed value is right only by chance."""
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0)) as saved:
-        y = x * 1.0
-        other = y.sin()  # saves y
-        z = y.relu() if when == "after" else None
-        with torch.no_grad():
-            y.mul_(1)
-        z = y.relu() if z is None else z
-        loss = (z * z).sum()
-    # The tensor that was used before the change can be computed from what is stored.
-    assert saved.report().recomputed == (x.nbytes if when == "after" else 0)
-    (grad,) = torch.autograd.grad(loss, x)
-    assert torch.equal(grad, 2 * x.clamp(min=0))
-    del other
 
 
 def test_a_source_changed_under_no_grad_is_no_source_for_a_place_that_is_trusted(tmp_path: pathlib.Path) -> None:
@@ -451,25 +410,6 @@ def test_a_checkpoint_inside_is_exact(tmp_path: pathlib.Path) -> None:
     assert saved.report().recomputed > 0
 
 
-def test_nothing_is_held_once_a_graph_is_gone_nor_after_an_error(tmp_path: pathlib.Path) -> None:
-    """A packed value that held its node would make a cycle through C++, which the garbage collector cannot see."""
-    model, x = _blocks(Gated)(), _rows()
-    saving = dh.save_activations(model, "", pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0))
-    gc.disable()
-    try:
-        out = model(x)
-        assert saving.report().held > 0
-        del out
-        assert saving.report().held == 0
-        model[2].down.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(x)
-    finally:
-        gc.enable()
-    gc.collect()
-    assert saving.report().held == 0
-
-
 class Token:
     """Lives as long as the node whose metadata it is put into."""
 
@@ -508,42 +448,6 @@ def test_a_graph_that_is_dropped_in_an_open_block_goes_at_once(name: str, codecs
             assert alive() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("function", [torch.tanh, torch.exp, torch.sigmoid, torch.relu], ids=lambda each: each.__name__)
-def test_what_saves_its_own_output_is_computed_again_all_the_same(function: Callable[..., torch.Tensor]) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def loss() -> torch.Tensor:
-        return function((x * 2).sin()).sum()
-
-    (truth,) = torch.autograd.grad(loss(), x)
-    with dh.saving(pipeline(dh.Recompute(), dh.OnCpu(), at_least=0)) as saved:
-        found = loss()
-    assert saved.report().recomputed == x.nbytes
-    assert torch.equal(torch.autograd.grad(found, x)[0], truth)
-
-
-def test_a_source_changed_before_the_contents_are_taken_is_what_was_saved() -> None:
-    """The program for a tensor that saves its own output is planned at once.
-
-    Here the source changes before the program is proven.
-    """
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def loss() -> torch.Tensor:
-        h = SavesItsOutput.apply(x)
-        z = torch.tanh(h)  # saves itself
-        h += x
-        return z.sum() + h.sum()
-
-    (truth,) = torch.autograd.grad(loss(), x)
-    saving = dh.saving(pipeline(dh.Recompute(), dh.OnCpu(), at_least=0))
-    for _ in range(4):
-        with saving:
-            found = loss()
-        assert torch.equal(torch.autograd.grad(found, x)[0], truth)
-    assert saving.report().recomputed > 0  # the source was copied when it was saved
 
 
 def _named(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,6 @@ from disthooks.saved.codecs import Codec
 from disthooks.saved.pipeline import pipeline
 from tests.support.functions import Prepared, Save
 from tests.support.stores.copies import Copies
-from tests.support.stores.moving import Gate, opened
 
 pytestmark = pytest.mark.any_device
 
@@ -229,24 +228,6 @@ def test_another_version_is_another_content(tmp_path: pathlib.Path) -> None:
         _ = first.grad_fn.saved_tensors
 
 
-def test_a_part_that_may_be_written_uncounted_is_for_itself(tmp_path: pathlib.Path, gate: Gate) -> None:
-    """An adversarial attack writes a leaf that is a view of a larger tensor.
-
-    The rest of that storage waits for the disk meanwhile.
-    """
-    store = opened(gate, tmp_path)
-    x = torch.ones(64, 96)
-    leaf = x[:, 40:80].requires_grad_()
-    with dh.saving(store, at_least=0):
-        output = Save.apply(torch.zeros(1, requires_grad=True), x[:, :40], leaf)
-    leaf.data.mul_(2)
-    gate.open.set()
-    store.wait()
-    first, second = output.grad_fn.saved_tensors
-    assert torch.equal(second, torch.ones(64, 40))
-    assert torch.equal(first, torch.ones(64, 40))
-
-
 def test_an_address_used_again_is_not_mistaken(tmp_path: pathlib.Path) -> None:
     """Storages come and go at the same address; each saved tensor keeps its own contents."""
     anchor = torch.zeros(1, requires_grad=True)
@@ -408,19 +389,6 @@ def test_programs_that_change_what_they_share_are_as_without_hooks(
 # --- Readers of one content load it once, and none sees what another wrote
 
 
-def test_a_function_that_reads_twice_loads_once(tmp_path: pathlib.Path) -> None:
-    x, factor = (torch.full((64, 64), value, requires_grad=True) for value in (1.0, 3.0))
-    store = dh.OnDisk(tmp_path)
-    with dh.saving(store) as saved:
-        y = Reads.apply(x, factor)
-    store.wait()  # until it is written it would be found in memory
-    for count in (1, 2):
-        x.grad = None
-        y.sum().backward(retain_graph=True)
-        assert torch.equal(x.grad, torch.full((64, 64), 9.0))
-        assert saved.report().loaded == count * factor.nbytes
-
-
 def test_two_views_of_one_content_load_once_in_every_backward(tmp_path: pathlib.Path) -> None:
     x = torch.randn(64, 64, requires_grad=True)
     with dh.saving(dh.OnDisk(tmp_path)) as saved:
@@ -466,18 +434,6 @@ def test_what_is_found_again_does_not_grow() -> None:
     del y
     gc.collect()
     assert saved.report().held == 0
-
-
-def test_a_content_shared_by_very_many_keeps_no_list_of_those_that_are_gone() -> None:
-    saved = dh.saving(Copies(), at_least=0)
-    x = torch.ones(8, 8, requires_grad=True).exp()
-    with saved:
-        stays = x.sin()
-        for _ in range(1000):
-            x.cos()
-    (packed,) = {reference() for reference in saved._site.pipeline.contents._by_key.values()} - {None}
-    assert len(packed._readers.handles) <= 130
-    stays.sum().backward()
 
 
 class Round(Codec):

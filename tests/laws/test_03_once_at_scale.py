@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,9 +11,7 @@ import torch
 
 import disthooks as dh
 from disthooks._tensors import StorageRegion
-from disthooks._torch import StorageRef
 from disthooks.saved import contents, packed
-from disthooks.saved.python_nodes import read_by_node
 
 
 @pytest.fixture
@@ -122,55 +118,6 @@ def test_four_times_as_many_tensors_take_four_times_as_many_looks(
     for name, few in found[100].items():
         # Each look at all handles is one of a few: the logarithm comes on top.
         assert found[400][name] <= 4 * few * 1.6 + 256, (name, found)
-
-
-@pytest.mark.parametrize("program", [_steps, _masked])
-def test_what_all_steps_share_is_brought_a_few_times(
-    program: Callable[[int], tuple[torch.Tensor, torch.Tensor]], looks: dict[str, int], tmp_path: pathlib.Path
-) -> None:
-    _run(tmp_path, lambda: program(400))
-    own = 400 + 2  # each step's result is brought once
-    assert looks["brought"] <= 2 * (own + 3 * math.log2(400)), looks
-
-
-@pytest.mark.parametrize("constant", [True, False])
-def test_saved_tensors_asked_for_many_times_are_brought_at_most_twice(
-    constant: bool, looks: dict[str, int], tmp_path: pathlib.Path
-) -> None:
-    leaf = torch.linspace(-1, 1, 2048).requires_grad_()
-
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        other = torch.arange(2048.0) if constant else leaf * 3
-        return Takes.apply(5, leaf * 2, other), leaf
-
-    gradient = _run(tmp_path, forward)
-    expected = 2 * (leaf * 2) + (0 if constant else 3 * (leaf * 3))
-    assert torch.equal(gradient, expected.detach())
-    assert looks["brought"] <= 2 * 2 * 2 + 2  # two steps, two tensors, twice each; and what torch's own nodes saved
-
-
-def test_what_is_held_for_a_node_that_asks_often_goes_with_the_backward(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    brought: list[StorageRef] = []
-    bring = contents.StoredContent._restore
-
-    def noted(self: Any) -> torch.Tensor:
-        content = bring(self)
-        brought.append(StorageRef(content.untyped_storage()))
-        return content
-
-    monkeypatch.setattr(contents.StoredContent, "_restore", noted)
-    leaf, store = torch.linspace(-1, 1, 2048).requires_grad_(), dh.OnDisk(tmp_path)
-    with dh.saving(store, at_least=0):
-        loss = Takes.apply(4, leaf * 2, torch.arange(2048.0))
-    store.wait()
-    loss.backward(retain_graph=True)
-    assert len(read_by_node.copies) == 0
-    gc.collect()
-    assert brought
-    assert all(ref.get() is None for ref in brought)
-    del loss
 
 
 class Gathers(torch.autograd.Function):

@@ -287,16 +287,6 @@ def test_what_a_backward_returns_belongs_to_nobody_else(
     assert torch.equal(other.grad, content)
 
 
-def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
-    """This holds for leaves and constants, and also when the copy in memory is gone."""
-    for in_flight in ("64 MiB", 0):
-        x, mask = torch.randn(64, 64, requires_grad=True), torch.ones(64, 64)
-        with dh.saving(dh.OnDisk(tmp_path, in_flight=in_flight), at_least=0) as saved:
-            ys = [(x * x).sum() + (x * mask).sum() for _ in range(10)]
-        assert saved.report().stored == x.nbytes + mask.nbytes, len(ys)
-        assert saved.report().shared == 19 * x.nbytes + 9 * mask.nbytes
-
-
 def test_copies_are_let_go_of_when_they_are_written(tmp_path: pathlib.Path) -> None:
     """When all is written, only the copies of the last operator stay in memory."""
     store = dh.OnDisk(tmp_path)

@@ -15,9 +15,8 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,40 +27,17 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import StoreError
-from disthooks.saved.contents import StoredTickets
 from disthooks.saved.hooks import SavedTensorHooks
 from disthooks.saved.pipeline import pipeline
 from tests.support.functions import SavesItsOutput
 from tests.support.models import Tiny, identical, tokens
-from tests.support.stores.faulty import AsAsked, Watch, fail, full, interrupt, left, line, soon, suppressed
+from tests.support.stores.faulty import AsAsked, Watch, fail, interrupt, left, line, soon, suppressed
 from tests.support.stores.pairs import Pair, ones
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("no_collector")]
 
 
 # --- Bytes go with the graph
-
-
-def test_nothing_is_counted_after_a_destructor_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # that of pytest holds the frame, and what is in it
-    with dh.saving(line("copies", None)[0]) as saved:
-        y = ones(64, 64).exp()
-    assert saved.report().held == y.nbytes
-    interrupted: list[bool] = []
-
-    def trace(frame: types.FrameType, *_: Any) -> None:
-        if frame.f_code is StoredTickets.__del__.__code__:
-            interrupted.append(True)
-            raise KeyboardInterrupt  # as the handler of a signal that arrives when the destructor begins
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        del y
-    finally:
-        sys.settrace(before)
-    assert interrupted
-    assert saved.report().held == 0
 
 
 def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:
@@ -178,41 +154,6 @@ def test_all_is_back_after_something_went_wrong(when: str, what: Callable, make:
     step.assert_all_is_back()
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_all_is_back_after_a_store_was_full_or_could_not_be_read(at: int, make: Callable[..., Step]) -> None:
-    for fault in ({"put_at": at}, {"get_at": at}):
-        step = make(**fault, then=full)
-        with suppressed(StoreError):
-            step.backward(step.forward())
-        step.assert_all_is_back()
-
-
-def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that waits for its disk spends its time in this call. The place in the file is free again, too."""
-    store, x = dh.OnDisk(tmp_path), torch.ones(64, 64, requires_grad=True)
-    write = os.pwrite
-
-    def interrupted(*args: Any) -> int:
-        done = write(*args)
-        interrupt()
-        return done
-
-    for _ in range(5):
-        ticket = None
-        with monkeypatch.context() as patch, suppressed(KeyboardInterrupt):
-            patch.setattr(os, "pwrite", interrupted)
-            ticket = store.put(x)
-            store.wait()
-        store.drop(ticket)
-        assert store.budget.held == 0
-        store.wait()
-    for _ in range(2):
-        ticket = store.put(x)
-        store.wait()
-        store.drop(ticket)
-    assert os.fstat(store.open().file._fd).st_size == x.nbytes
-
-
 def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]) -> None:
     """A backward whose read failed leaves the graph as it was: it can be run again."""
     plain, step = make(), make(get_at=1)
@@ -226,27 +167,6 @@ def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]
         assert torch.equal(a.grad, b.grad)
     del loss
     step.assert_all_is_back()
-
-
-@pytest.mark.parametrize("hooks", [True, False])
-def test_what_torch_keeps_of_a_failed_backward_goes_with_the_next(hooks: bool, tmp_path: pathlib.Path) -> None:
-    """After a failed backward torch keeps the nodes that were next in a queue.
-
-    With or without hooks they stay until an older graph runs or the thread ends.
-    """
-    oldest, x, watch = torch.ones(1, requires_grad=True).exp(), torch.ones(64, requires_grad=True), Watch()
-    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
-    with watch, saved if hooks else contextlib.nullcontext():
-        branches = x.exp(), x.sin().exp()  # the later one is differentiated first
-        branches[1].register_hook(fail)
-        y = branches[0] + branches[1]
-    with suppressed(AsAsked):
-        y.sum().backward()
-    del y, branches
-    assert (saved.report().held if hooks else watch.alive()) > 0
-    oldest.backward()
-    assert saved.report().held == 0
-    assert soon(lambda: watch.alive() == 0)
 
 
 @pytest.mark.parametrize("fails_at", ["a weight", "a branch"])
@@ -394,31 +314,6 @@ def test_a_saved_output_makes_no_cycle(function: Callable, kind: str, tmp_path: 
     assert left(lambda: saved.report().held, account, watch.alive) == (0, 0, 0)
 
 
-def _halves(saved: dh.saving, x: torch.Tensor) -> Iterator[torch.Tensor]:
-    with saved:
-        y = x.exp()
-        yield y
-        yield y.exp()
-
-
-@pytest.mark.parametrize("how", ["dropped", "closed", "thrown into"])
-@pytest.mark.parametrize("kind", STORES)
-def test_an_abandoned_generator_leaves_nothing(kind: str, how: str, tmp_path: pathlib.Path) -> None:
-    """When the generator goes, the block in it is left, and its graph goes, too."""
-    to, account = line(kind, tmp_path)
-    saved, x = dh.saving(to), torch.ones(64, requires_grad=True)
-    generator = _halves(saved, x)
-    next(generator)
-    if how == "closed":
-        generator.close()
-    elif how == "thrown into":
-        with suppressed(AsAsked):
-            generator.throw(AsAsked())
-    del generator
-    assert top_hooks(True) is None
-    assert (saved.report().held, account()) == (0, 0)
-
-
 # --- Files have no name, and go with the process
 
 
@@ -479,6 +374,7 @@ WHERE
 """
 
 
+@pytest.mark.first_tier(where=("backward()",))
 @pytest.mark.parametrize(
     "where", ["backward()", "t = threading.Thread(target=backward); t.start(); t.join()"], ids=["main", "thread"]
 )

@@ -10,7 +10,6 @@ functions. Its sibling shows it under load.
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
 import threading
 from collections.abc import Generator
@@ -18,10 +17,9 @@ from collections.abc import Generator
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import disable_saved_tensors_hooks
 
 import disthooks as dh
-from disthooks._torch import hooks_allowed, top_hooks
+from disthooks._torch import top_hooks
 from disthooks.saved.pipeline import pipeline
 from tests.support.replicas import replicate
 from tests.support.stores.copies import Copies
@@ -151,40 +149,6 @@ def test_without_grad_nothing_is_saved(pair: Pair) -> None:
     assert torch.equal(x.grad, x.exp())
 
 
-def test_hooks_that_are_disabled_step_back(pair: Pair) -> None:
-    x = ones(5)
-    with disable_saved_tensors_hooks("not here"):
-        y = pair(lambda: x.exp())  # steps back
-        with disable_saved_tensors_hooks("nor here"):
-            assert not hooks_allowed()
-        assert not hooks_allowed()
-    assert hooks_allowed()
-    assert pair.packed == 0
-    y.sum().backward()
-
-    def disable() -> None:
-        with disable_saved_tensors_hooks("not inside"):
-            pytest.fail("hooks are on")
-
-    with pytest.raises(RuntimeError, match="not inside"):
-        pair(disable)
-    assert hooks_allowed()
-
-
-def test_torchs_own_contexts_work_on_either_side(pair: Pair) -> None:
-    x = ones(5)
-
-    def inside() -> torch.Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return x.exp() + x.square()
-
-    y = pair(inside)
-    with torch.autograd.graph.save_on_cpu():
-        y = y + pair(lambda: x.exp()) + x.exp()
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, (3 * x.exp() + 2 * x).detach())
-
-
 def test_mutation_is_allowed_where_torch_allows_it(pair: Pair) -> None:
     """Inside, the innermost pair of hooks is torch's context that clones a saved tensor before it is written."""
     x = ones(5)
@@ -311,28 +275,6 @@ def test_an_asynchronous_forward_is_refused(tmp_path: pathlib.Path) -> None:
         dh.SaveWith(Later(2, 2), dh.OnDisk(tmp_path))
     with pytest.raises(dh.errors.UsageError, match="asynchronous"):
         dh.saving(dh.OnDisk(tmp_path))(Later(2, 2).forward)
-
-
-def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
-    """The collector may end it in the middle of our code, whatever lock is held, so ending it must not wait."""
-    saved = dh.saving(pipeline(dh.OnDisk(tmp_path), at_least=0))
-
-    class Owner:
-        @saved
-        def steps(self) -> object:
-            yield torch.ones(8, requires_grad=True).sin()
-
-    gc.set_threshold(1)
-    try:
-        for _ in range(50):
-            owner = Owner()
-            owner.body = owner.steps()
-            next(owner.body)
-            del owner
-            with saved:
-                torch.ones(8, requires_grad=True).sin().cos()
-    finally:
-        gc.set_threshold(700, 10, 10)
 
 
 # --- `saving` as a decorator: what the function saves goes to the store, and what is saved beside it stays

@@ -1,6 +1,6 @@
 """Law 7, thread-local, under load.
 
-Many threads over one store, one attachment, each other's graphs, and the collector.
+Many threads over one store and one attachment, and the collector.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import pathlib
-import queue
 import random
 import sys
 import threading
@@ -204,82 +203,3 @@ def test_no_count_is_lost_between_threads() -> None:
     assert (report.kept, report.kept_by, report.stored) == (4 * count, {"small": 4 * count}, 8 * count)
     assert (report.moved, report.loaded, report.tensors, report.calls) == (12 * count, 16 * count, 4 * count, 4 * count)
     assert (report.pack_seconds, report.unpack_seconds) == (4 * count, 4 * count)
-
-
-def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
-    """Some threads raise or are interrupted again and again, in forward and in backward. The others do not notice."""
-    store, stop = dh.OnDisk(tmp_path), threading.Event()
-    alone = [train(seed, 25, None) for seed in range(8)]
-
-    def fail(kind: type[BaseException], backward: bool) -> int:
-        model, count = _filled(_linear(), 0), 0
-
-        def hook(*_: object) -> None:
-            raise kind
-
-        dh.save_activations(model, nn.Sequential, pipeline(store, at_least=0))
-        if backward:
-            model[0].weight.register_hook(hook)  # the last node: torch keeps what a failed backward did not reach
-        else:
-            model[3].register_forward_hook(hook)
-        while not stop.is_set():
-            with contextlib.suppress(kind):
-                model(torch.ones(4, 16)).sum().backward()
-                pytest.fail("nothing was raised")
-            count += 1
-        return count
-
-    def work(seed: int) -> list:
-        try:
-            return train(seed, 25, store)
-        finally:
-            if seed == 7:
-                stop.set()
-
-    failing = [lambda k=k, b=b: fail(k, b) for k in (ValueError, KeyboardInterrupt) for b in (True, False)]
-    results = together([*failing, *[lambda seed=seed: work(seed) for seed in range(8)]])
-    assert all(isinstance(count, int) and count > 3 for count in results[:4]), results[:4]
-    assert all(identical(a, b) for a, b in zip(results[4:], alone, strict=True))
-    gc.collect()
-    assert store.budget.held == 0
-
-
-def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: pathlib.Path) -> None:
-    """Two threads make graphs of one attached model and keep their blocks open.
-
-    Two others differentiate the graphs or drop them.
-    """
-    store = dh.OnDisk(tmp_path)
-    model = _filled(_linear(), 0)
-    saving = dh.save_activations(model, "", pipeline(store, at_least=0))
-    graphs: queue.Queue = queue.Queue(8)
-    inputs = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(150)]
-    weights = list(model.parameters())
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model(x).exp().square().sum()
-
-    def make(first: int) -> None:
-        with dh.saving(pipeline(store, at_least=0)) as block:
-            for i in range(first, len(inputs), 2):
-                graphs.put((i, loss(inputs[i])))
-        graphs.put((None, block))
-
-    def use() -> dict[int, list]:
-        found = {}
-        while True:
-            i, graph = graphs.get()
-            if i is None:
-                return found
-            if i % 5:
-                found[i] = list(torch.autograd.grad(graph, weights))
-            del graph
-
-    with collecting():
-        _, _, one, two = together([lambda: make(0), lambda: make(1), use, use])
-    found = {**one, **two}
-    assert sorted(found) == [i for i in range(len(inputs)) if i % 5]
-    saving.remove()
-    assert all(identical(grads, list(torch.autograd.grad(loss(inputs[i]), weights))) for i, grads in found.items())
-    gc.collect()
-    assert saving.report().held == store.budget.held == 0

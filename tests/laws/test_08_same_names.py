@@ -253,13 +253,6 @@ def test_wrappers_keep_names_and_checkpoints_go_both_ways(tmp_path: pathlib.Path
     assert other.get_parameter("blocks.0.norm1.weight") is other.blocks[0].norm1.weight
 
 
-def test_a_wrapper_around_a_wrapper_keeps_names(tmp_path: pathlib.Path) -> None:
-    model = dh.SaveWith(dh.SaveWith(nn.Linear(4, 4), dh.OnDisk(tmp_path), at_least=4096), dh.OnCpu())
-    assert list(model.state_dict()) == ["weight", "bias"]
-    model.load_state_dict(nn.Linear(4, 4).state_dict())
-    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
-
-
 def test_missing_and_unexpected_keys_have_their_own_names(tmp_path: pathlib.Path) -> None:
     model, state = _wrapped(tmp_path), Tiny().state_dict()
     del state["blocks.0.out.bias"]
@@ -377,37 +370,6 @@ def test_copies_and_pickles_of_an_attached_model_are_plain(tmp_path: pathlib.Pat
         assert saving.report().stored == before
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_of_an_attached_model_is_that_of_the_plain_one(protocol: int, tmp_path: pathlib.Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Recursive(4, 4)))
-    plain = pickle.dumps(model, protocol)
-    with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
-        assert pickle.dumps(model, protocol) == plain
-    assert type(pickle.loads(plain)[1][1]) is Recursive
-
-
-class Copies(nn.Linear):
-    """Makes its copies in its own way, from its own class."""
-
-    def __deepcopy__(self, memo: dict) -> Copies:
-        twin = self.__class__.__new__(self.__class__)
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
-
-
-def test_a_copy_made_in_a_modules_own_way_is_not_attached(tmp_path: pathlib.Path) -> None:
-    model = nn.Sequential(Copies(64, 64), nn.Tanh())
-    x = torch.randn(64, 64, requires_grad=True)
-    with dh.save_activations(model, "0", dh.OnDisk(tmp_path)) as saving:
-        twin = copy.deepcopy(model)
-        twin(x).sum().backward()
-        assert saving.report().calls == 0
-        with dh.save_activations(twin, "0", dh.OnDisk(tmp_path)) as own:
-            twin(x).sum().backward()
-        assert own.report().moved > 0
-        assert saving.report().calls == 0
-
-
 COPIES = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 
 
@@ -482,18 +444,6 @@ def test_parametrized_modules_can_be_attached_in_any_order(order: str, tmp_path:
     assert type(model[0]) is nn.Linear
     parametrize.remove_parametrizations(model[2], "weight")
     assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
-
-
-def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pathlib.Path) -> None:
-    """The copies share the class that parametrize made. Removing one attachment leaves the hooks of the other on."""
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
-    teacher = copy.deepcopy(model)
-    one, two = (dh.save_activations(m, "", dh.OnDisk(tmp_path)) for m in (model, teacher))
-    one.remove()
-    teacher(torch.randn(64, 64, requires_grad=True)).sum().backward()
-    assert two.report().moved > 0
-    two.remove()
-    assert type(teacher).__bases__ == (nn.Linear,)
 
 
 def test_a_parameter_that_an_engine_put_on_the_wrapper_is_loaded_there(tmp_path: pathlib.Path) -> None:

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import disthooks as dh
 from disthooks.errors import UsageError
-from tests.support.replicas import replicate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 
@@ -131,18 +130,3 @@ def test_parametrizations_of_the_module_inside_stay_there(tmp_path: pathlib.Path
     assert _same([model.state_dict()], [before])
     assert parametrize.type_before_parametrizations(model) is dh.SaveWith
     assert _same(_trained(model), _trained(plain))
-
-
-def test_replicas_of_a_wrapped_pruned_module_compute_their_own_weights(tmp_path: pathlib.Path) -> None:
-    """Each replica of DataParallel computes the pruned weight from its own copies."""
-    plain, model, x = _build(), dh.SaveWith(_build(), dh.OnDisk(tmp_path), at_least=0), torch.randn(8, 64)
-    found = []
-    for module in (plain, model):
-        _change(
-            lambda module: prune.l1_unstructured(module, "weight", amount=0.5), getattr(module, "unwrapped", module)
-        )
-        copies = replicate(module, 2)
-        sum(twin(part).square().sum() for twin, part in zip(copies, x.chunk(2), strict=True)).backward()
-        found.append({name: p.grad for name, p in module.named_parameters()})
-    assert _same(found[1:], found[:1])
-    assert model.report().moved > 0

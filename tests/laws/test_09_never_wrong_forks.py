@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import disthooks as dh
 from disthooks.errors import StoreError
@@ -107,33 +106,3 @@ def test_a_backward_in_a_child_is_an_error_that_says_so(tmp_path: pathlib.Path) 
 
     assert in_child(check) == 0
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
-
-
-class Numbers(Dataset):
-    """Each item is computed through the store, in a worker that was forked from the training process."""
-
-    def __init__(self, store: dh.OnDisk) -> None:
-        self.store = store
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.tensor(float(right_step(self.store)) * i)
-
-
-def test_a_data_loader_forks_beside_training(tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path)
-    loader = DataLoader(Numbers(store), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=300)
-    for _ in range(2):
-        seen = []
-        x = torch.linspace(-2, 2, 5000, requires_grad=True)
-        with dh.saving(pipe(store)):
-            y = chain(x, 12)  # in flight when the workers are forked
-        for batch in loader:
-            seen += batch.tolist()
-            assert right_step(store)  # beside the graph that is alive
-        assert sorted(seen) == list(range(16))
-        assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
-        del y
-    assert clean(store)

@@ -81,6 +81,7 @@ def test_a_report_that_waits_for_its_store_stops_nobody() -> None:
 
 @pytest.mark.forks
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.first_tier(is_tiered=(True,))
 @pytest.mark.parametrize("is_tiered", [False, True])
 def test_a_monitor_works_beside_forked_workers(is_tiered: bool, tmp_path: pathlib.Path) -> None:
     disk = dh.OnDisk(tmp_path, in_flight="64 KiB")

@@ -15,7 +15,6 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from tests.support.stores.faulty import soon
 from tests.support.stores.moving import (
     Gate,
     Nth,
@@ -203,22 +202,6 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
     del y
     assert clean(store)
     assert right(store)
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_an_error_that_is_over_holds_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error goes from a thread to the forward, so its traceback holds the frames of both until it is gone."""
-    store = dh.OnDisk(tmp_path)
-    monkeypatch.setattr(os, "pwrite", no_io)
-    for _ in range(3):
-        try:
-            step(store)
-        except StoreError:
-            pass
-        else:
-            pytest.fail("nothing was raised")
-        assert soon(lambda: store.budget.held == 0)
-    assert clean(store)
 
 
 def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: pathlib.Path) -> None:

@@ -152,46 +152,10 @@ def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
     assert identical([weight.grad for weight in model.parameters()], expected)
 
 
-def test_reads_need_no_thread(none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    none_start.undo()
-    store = dh.OnDisk(tmp_path)
-    tensors = [torch.full((1000,), float(i)) for i in range(8)]
-    tickets = [store.put(tensor) for tensor in tensors]
-    store.wait()
-    store.release_idle()  # this ends the threads
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    none_start.setattr(threading.Thread, "start", refused)
-    for ticket, tensor in zip(reversed(tickets), reversed(tensors), strict=True):
-        store.prefetch(ticket)
-        assert torch.equal(store.get(ticket), tensor)
-        store.drop(ticket)
-
-
-def test_one_thread_is_enough(none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    started: list[threading.Thread] = []
-    none_start.undo()
-
-    def once(thread: threading.Thread, real: Any = threading.Thread.start) -> None:
-        if started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        real(thread)
-
-    none_start.setattr(threading.Thread, "start", once)
-    store = dh.OnDisk(tmp_path, in_flight="64 KiB")
-    tickets = [(torch.full((9000,), float(i)), store.put(torch.full((9000,), float(i)))) for i in range(30)]
-    for tensor, ticket in tickets:
-        assert torch.equal(store.get(ticket), tensor)
-        store.drop(ticket)
-    assert len(started) == 1
-
-
 # --- Small tensors that are written together
 
 
+@pytest.mark.second_tier
 def test_a_slab_is_never_larger_than_the_memory_it_is_joined_in(tmp_path: pathlib.Path) -> None:
     """A tensor of one byte takes 64 bytes in a slab.
 
@@ -205,21 +169,6 @@ def test_a_slab_is_never_larger_than_the_memory_it_is_joined_in(tmp_path: pathli
     assert len(groups) > 1
     assert all(group.members[-1].offset + group.members[-1].nbytes <= tapes.JOINED < CHUNK for group in groups)
     assert all(store.get(ticket).item() == i % 200 for i, ticket in enumerate(tickets))
-
-
-def test_tensors_of_every_size_are_written_together(tmp_path: pathlib.Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    store = dh.OnDisk(tmp_path)
-    tensors = [torch.rand(int(10 ** (torch.rand((), generator=generator) * 5.5))) for _ in range(300)]
-    tickets = [store.put(tensor) for tensor in tensors]
-    store.wait()
-    assert max(len(ticket.entry.group.members) for ticket in tickets) > 2
-    for i in torch.randperm(300, generator=generator).tolist():
-        assert torch.equal(store.get(tickets[i]), tensors[i])
-    for ticket in tickets:
-        store.drop(ticket)
-    store.release_idle()
-    assert soon(lambda: store.open().file.in_use == 0)
 
 
 def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> None:
@@ -284,19 +233,3 @@ def test_wait_ends_while_another_thread_begins_a_group(tmp_path: pathlib.Path) -
         is_done.set()
         other.join()
     assert all(torch.equal(store.get(ticket), x) for ticket in stored)
-
-
-def test_readers_in_several_threads_get_memory_of_their_own(tmp_path: pathlib.Path) -> None:
-    """This holds for a tensor that was read ahead, too: each of them may write into what it gets."""
-    store, x = dh.OnDisk(tmp_path), torch.arange(100_000.0)
-    for _ in range(20):
-        ticket, got = store.put(x), []
-        store.wait()
-        store.prefetch(ticket)
-        threads = [threading.Thread(target=lambda t=ticket, g=got: g.append(store.get(t))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len({tensor.data_ptr() for tensor in got}) == 4
-        assert all(torch.equal(tensor, x) for tensor in got)

@@ -28,7 +28,6 @@ from disthooks.saved.stores.disk import OnDisk
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
-from tests.support.threads import together
 
 # --- A limit holds
 
@@ -157,19 +156,6 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
         store.drop(ticket)
 
 
-@pytest.mark.any_device
-def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
-    """Freed extents of many sizes are joined and given back, so the file does not grow with each new size."""
-    import os
-
-    store = dh.OnDisk(tmp_path, "1 MiB")
-    for nbytes in range(4096, 1 << 20, 4096):  # one at a time
-        ticket = store.put(torch.zeros(nbytes, dtype=torch.uint8))
-        store.wait()  # one that is dropped while a thread writes it gives its place back when that is done
-        store.drop(ticket)
-    assert os.fstat(store.open().file._fd).st_blocks * 512 <= 2 << 20
-
-
 def test_a_store_without_a_limit_lifts_no_other_limit(tmp_path: pathlib.Path) -> None:
     unlimited, store = dh.OnDisk(tmp_path).open(), dh.OnDisk(tmp_path, "2 MiB").open()
     kept = []
@@ -273,29 +259,6 @@ def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path)
         del tiers
         gc.collect()
         subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-@pytest.mark.any_device
-def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
-    tiers = dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu("64 KiB"), dh.OnDisk(tmp_path))
-    found: dict[int, torch.Tensor] = {}
-
-    def train(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(32, 32, generator=generator).requires_grad_()
-        total = torch.zeros(32, 32)
-        for i in range(30):
-            x.grad = None
-            with dh.saving(tiers, at_least=0):
-                y = _chain(x, 5 + (seed + i) % 7)
-            y.sum().backward()
-            total += x.grad - _truth(x, 5 + (seed + i) % 7)
-        found[seed] = total
-
-    assert set(together([lambda seed=seed: train(seed) for seed in range(8)])) == {None}
-    assert all(torch.equal(found[seed], torch.zeros(32, 32)) for seed in range(8))
-    gc.collect()
-    assert [store.budget.held for store in tiers.stores] == [0, 0, 0]
 
 
 @pytest.mark.any_device

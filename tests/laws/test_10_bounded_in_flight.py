@@ -17,7 +17,6 @@ import disthooks as dh
 from disthooks.errors import StoreError
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Gate, chain, clean, opened, pipe, read, right, slow, truth, write
-from tests.support.threads import together
 
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
 X = torch.linspace(-2, 2, 5000)
@@ -72,21 +71,6 @@ def step(store: dh.OnDisk, length: int = 12) -> Any:
     return [now - then for now, then in zip((stats.read, stats.ahead, stats.in_vain), before, strict=True)]
 
 
-def test_a_backward_reads_ahead(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a backward of another length. Reads begin just in time, which a busy machine may upset: five tries."""
-    monkeypatch.setattr(os, "preadv", slow(read, 0.001))
-
-    def is_read_ahead() -> bool:
-        store, found = dh.OnDisk(tmp_path), True
-        for length in (12, 12, 12, 7, 7, 20, 12):
-            moved, ahead, in_vain = step(store, length)
-            assert moved == length * X.nbytes
-            found = found and in_vain == 0 and moved - ahead <= X.nbytes  # the first read cannot come ahead
-        return found
-
-    assert any(is_read_ahead() for _ in range(5))
-
-
 def test_a_prefetch_takes_no_room_from_what_was_read_before_it(tmp_path: pathlib.Path) -> None:
     """``Tiered`` asks for more than ``in_flight`` has room for, in the order in which backward reads."""
     store = dh.OnDisk(tmp_path, in_flight=3 * X.nbytes)
@@ -139,21 +123,6 @@ def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
     read_all(second)
     again = (read_all(second) for _ in range(10))
     assert any(ahead >= 11 * X.nbytes and in_vain == 0 for ahead, in_vain in again)
-
-
-def test_a_branch_that_is_never_run_disturbs_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", slow(read, 0.0005))
-    store = dh.OnDisk(tmp_path, in_flight=3 * X.nbytes)
-    for run in (0, 1, 0, None, 1):
-        x = X.clone().requires_grad_()
-        with dh.saving(pipe(store)):
-            branches = [chain(x, 6), chain(x * 2, 6)]
-        store.wait()
-        if run is not None:
-            (grad,) = torch.autograd.grad(branches[run], x)
-            assert torch.equal(grad, truth(x, 6) if run == 0 else torch.autograd.grad(chain(x * 2, 6), x)[0])
-        del branches
-        assert clean(store)
 
 
 @pytest.mark.parametrize("budget", [0, 19_999, 65_000, 100_001])
@@ -247,18 +216,3 @@ def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
         store.drop(ticket)
     store.release_idle()
     assert size() == 0
-
-
-def test_threads_that_train_at_once_share_what_is_in_flight(tmp_path: pathlib.Path) -> None:
-    """Each thread has its own order, and the bound is for the bytes of all threads together."""
-    store, wrong = dh.OnDisk(tmp_path, in_flight=100_000), []
-
-    def train(length: int) -> None:
-        for _ in range(10):
-            x, y = forward(store, length)
-            if not torch.equal(torch.autograd.grad(y, x)[0], truth(x, length)):
-                wrong.append(length)
-
-    assert set(together([lambda length=length: train(length) for length in (3, 5, 9, 12)])) == {None}
-    assert not wrong
-    assert clean(store)

@@ -16,7 +16,6 @@ import torch
 import disthooks as dh
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.host import AlignedPool
-from disthooks.saved.stores.order import AccessOrder
 from tests.support.stores.faulty import soon
 
 pytestmark = pytest.mark.any_device
@@ -70,34 +69,9 @@ def test_a_long_backward_has_little_read_ahead(tmp_path: pathlib.Path) -> None:
     assert tier.ahead >= 10 << 20  # of 16 MiB; the first read of each backward cannot come ahead
 
 
-def test_a_short_backward_has_much_read_ahead(tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path, in_flight="4 MiB")
-    for _ in range(3):
-        _step(store, 0.0)
-    (tier,) = store.report()
-    assert tier.read == 24 << 20
-    assert tier.ahead > 0
-
-
 def _read_ahead(stored: Any) -> bool:
     """Whether the tensor is in memory within seconds, before anybody asks for it."""
     return soon(lambda: stored.entry.is_ahead)
-
-
-@pytest.mark.second_tier
-def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> None:
-    """The read is due later than threads without work end, and it may be put off meanwhile."""
-    store, x = dh.OnDisk(tmp_path), torch.randn(256, 1024)
-    for late, pause in ((0.0, 1.2), (0.3, 0.0)):
-        tickets = [store.put(x + i) for i in range(3)]
-        store.wait()
-        store.get(tickets[2])
-        time.sleep(late)
-        store.get(tickets[1])  # later than the last time, so the next one is expected later, too
-        assert _read_ahead(tickets[0])
-        time.sleep(pause)
-        store.get(tickets[0])
-        del tickets
 
 
 def test_one_is_read_ahead_where_there_is_room_for_one(tmp_path: pathlib.Path) -> None:
@@ -116,19 +90,6 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     for _ in range(2):
         _step(store, 0.05)
     assert store.open().worker.buffers._bytes <= 2 << 20
-
-
-@pytest.mark.second_tier
-def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path: pathlib.Path) -> None:
-    store = dh.OnDisk(tmp_path)
-
-    def seconds(of_backward: float) -> float:
-        begin = time.perf_counter()
-        _step(store, of_backward, count=3)
-        return time.perf_counter() - begin
-
-    # On a busy machine one try may take long for no fault of the store.
-    assert any(seconds(1.0) > 1.0 > seconds(0.0) for _ in range(5))
 
 
 @pytest.mark.parametrize("rows", [256, 16])
@@ -159,40 +120,6 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     assert soon(lambda: mover.file.in_use == 0)  # a thread may be reading in this moment
 
 
-def test_a_far_reader_is_no_new_backward() -> None:
-    """What is wanted again by itself tells nothing new; two in a row are another backward.
-
-    Nor does it when the order and its times are known: what follows is as far away as it was.
-    """
-
-    class Ticket:
-        position, dropped = 0, False
-
-    def following(position: int) -> list[int]:
-        stream.read(tickets[position])
-        found[:] = stream.after(tickets[position])
-        return [other.position for other, _ in found]
-
-    stream, found = AccessOrder(), []
-    for known in (False, True):
-        tickets = [Ticket() for _ in range(5)]
-        for ticket in tickets:
-            stream.put(ticket)
-        assert following(4) == [3, 2, 1, 0]
-        assert following(3) == [2, 1, 0]
-        before = found.copy()
-        assert following(4) == [2, 1, 0]
-        assert found == before
-        assert all(seconds > 0 for _, seconds in found) == known
-        assert following(2) == [1, 0]
-        assert following(4) == [1, 0]
-        assert following(3) == [2, 1, 0]
-        for position in (2, 1, 0):
-            assert following(position) == list(range(position))[::-1]
-        for ticket in tickets:
-            stream.drop(ticket)
-
-
 class Reads(torch.autograd.Function):
     """Saves ``data``; its gradient is that of ``x + data.sum()``."""
 
@@ -205,29 +132,6 @@ class Reads(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         (data,) = ctx.saved_tensors
         return grad, grad.sum().expand_as(data)
-
-
-@pytest.mark.parametrize(("between", "loads"), [(1, 1), (4, 2)])
-def test_what_a_far_reader_wants_is_not_held_for_it(between: int, loads: int, tmp_path: pathlib.Path) -> None:
-    """A content is held for a reader that comes soon.
-
-    For a reader that comes after many other bytes it is restored again.
-    """
-    leaf = torch.randn(64, 64, requires_grad=True)
-    shared = leaf * 1
-    with dh.saving(dh.OnDisk(tmp_path), at_least=0) as saved:
-        y = Reads.apply(torch.zeros(1, requires_grad=True), shared)
-        others = [leaf + i for i in range(between)]
-        for other in others:
-            y = Reads.apply(y, other)
-        y = Reads.apply(y, shared)
-    report = saved.report()
-    assert report.stored == (1 + between) * leaf.nbytes
-    assert report.shared == leaf.nbytes
-    y.backward()
-    assert torch.equal(leaf.grad, torch.full_like(leaf, 2.0 + between))
-    assert saved.report().loaded == (loads + between) * leaf.nbytes
-    assert saved.report().held == 0
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -257,25 +161,6 @@ def test_far_readers_see_what_was_saved_whatever_nearer_ones_do(writes: bool, tm
         seen.clear()
         y.backward(retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(seen, reversed(expected), strict=True))
-
-
-def test_time_that_was_waited_is_not_taken_for_computing() -> None:
-    class Ticket:
-        position, dropped = 0, False
-
-    stream, now = AccessOrder(), 0.0
-    for is_known in (False, True):
-        tickets = [Ticket() for _ in range(3)]
-        for ticket in tickets:
-            stream.put(ticket)
-        for ticket in reversed(tickets if not is_known else []):
-            stream.read(ticket, now)
-            stream.waited(0.2)
-            now += 0.2 + 0.001
-        for ticket in tickets if not is_known else ():
-            stream.drop(ticket)
-    assert stream.waiting > 0.5
-    assert [seconds for _, seconds in stream.after(tickets[2])] == pytest.approx([0.001, 0.002])
 
 
 def test_the_memory_to_read_into_is_bounded() -> None:

@@ -58,18 +58,6 @@ def test_clip_norm_equals_torch(engine: str, norm_type: float) -> None:
     assert close(watch.latest[f"{label}_clipped"], float(norm) * watch.latest["clip_ratio"])
 
 
-def test_clip_norm_equals_float64_by_hand() -> None:
-    model = make("plain", torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss_of(model, 0, "plain").backward()
-    before = grads_of(model)
-    norm = math.sqrt(sum(float(x) ** 2 for g in before.values() for x in g.flatten()))
-    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.3)]) as watch:
-        optimizer.step()
-    assert close(watch.latest["grad_norm"], norm, 1e-14)
-    assert close(grads_of(model), {k: g * (0.3 / (norm + 1e-6)) for k, g in before.items()}, 1e-14)
-
-
 def test_only_measures_what_it_clips() -> None:
     records, found = train(0, "plain", [dh.only("*.bias", dh.ClipNorm(0.5))], steps=1)
     model = make("plain")
@@ -306,6 +294,7 @@ def _beside(rank: int, engine: str) -> Any:
     return records, grads_of(model)
 
 
+@pytest.mark.full_tier(engine=tuple(f"{mode}{name}" for mode in ("fsdp1", "fsdp1flat") for name in STRATEGIES))
 @pytest.mark.second_tier
 @pytest.mark.dist
 @pytest.mark.parametrize(

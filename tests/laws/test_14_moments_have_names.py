@@ -69,18 +69,6 @@ def test_what_a_function_returns_at_its_moment_is_used_from_there_on() -> None:
     assert not torch.equal(results["local"], results["final"])
 
 
-def test_a_final_function_sees_what_a_local_one_made() -> None:
-    model = nn.Linear(3, 2)
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
-    with (
-        dh.on_gradient(model, "bias", lambda grad: torch.full_like(grad, 7.0), at="local"),
-        dh.on_gradient(model, "bias", lambda grad: seen.append(grad.clone())),
-    ):
-        model(torch.ones(4, 3)).sum().backward()
-        optimizer.step()
-    assert [grad.tolist() for grad in seen] == [[7.0, 7.0]]
-
-
 def test_a_local_rule_acts_before_the_statistics_and_a_final_one_after() -> None:
     """Statistics are of the final gradient as backward and local rules left it."""
     norms = {}

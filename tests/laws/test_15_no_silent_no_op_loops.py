@@ -270,6 +270,7 @@ def _are_put_back(rank: int, engine: str, micro_batches: int) -> dict[str, bool]
 
 
 @pytest.mark.first_tier
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "zero2"])
 def test_a_skipped_step_leaves_buffers_as_they_were(ranks: Ranks, engine: str, micro_batches: int) -> None:

@@ -162,7 +162,7 @@ WAYS: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 }
 
 
-@pytest.mark.first_tier(way=WAYS.keys() - {"accelerate with a scaler"})
+@pytest.mark.first_tier(way=WAYS.keys() - {"accelerate with a scaler", "compiled"})
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_calls_the_step_it_is_left_out(way: str) -> None:
     model = net()
@@ -329,6 +329,7 @@ def _two(rank: int, engine: str) -> bool:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("fsdp1",))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp", "fsdp1"])
 def test_skip_survives_a_second_attachment_on_ranks(ranks: Ranks, engine: str) -> None:
     assert ranks(_two, engine) == [False, False]

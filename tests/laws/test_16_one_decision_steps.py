@@ -156,30 +156,6 @@ def test_a_fused_optimizer_is_free_again_after_removal() -> None:
     assert not torch.equal(model.weight, before)  # if found_inf had stayed on it, it would never step again
 
 
-def test_a_model_with_a_final_function_can_die() -> None:
-    model, _ = small()
-    dh.on_gradient(model, "weight", lambda grad: grad)  # the handle is not kept, as in the first lines of the docs
-    ref = weakref.ref(model)
-    del model, _
-    gc.collect()
-    assert ref() is None
-
-
-def test_a_fused_optimizer_can_die_after_a_step_that_raised() -> None:
-    model, optimizer = small(fused=True)
-    watch = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()])
-    hook = optimizer.register_step_pre_hook(_interrupt)
-    model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    watch.remove()
-    hook.remove()
-    ref = weakref.ref(optimizer)
-    del model, optimizer, watch, hook
-    gc.collect()
-    assert ref() is None
-
-
 def test_a_model_and_its_optimizer_die_with_what_is_attached() -> None:
     model, optimizer = small()
     watch = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], stats=[stats.Norm(), stats.Spread()])

@@ -25,7 +25,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import sinks, stats
-from disthooks.errors import StoreError
 from disthooks.saved.pipeline import pipeline
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.faulty import soon
@@ -134,22 +133,6 @@ def test_no_field_of_a_store_changes_by_use(kind: str, tmp_path: pathlib.Path) -
     if kind != "Functions":  # equal by its functions, and a fresh one has the same
         assert store == STORES[kind](tmp_path)
         assert pickle.loads(pickle.dumps(store)) == store
-
-
-@pytest.mark.parametrize("kind", ["OnCpu", "OnDevice", "OnDisk", "Tiered"])
-def test_no_field_of_a_store_changes_by_an_error(kind: str, tmp_path: pathlib.Path) -> None:
-    full: dict[str, Callable[[], Any]] = {
-        "OnCpu": lambda: dh.OnCpu(100),
-        "OnDevice": lambda: dh.OnDevice(100),
-        "OnDisk": lambda: dh.OnDisk(tmp_path, 100),
-        "Tiered": lambda: dh.Tiered(dh.OnDevice(100), dh.OnDisk(tmp_path, 100)),
-    }
-    store = full[kind]()
-    before = _fields(store)
-    with pytest.raises(StoreError):
-        store.put(torch.ones(5000))
-    assert _same_fields(_fields(store), before)
-    assert store == full[kind]()
 
 
 @pytest.mark.parametrize("kind", ["OnCpu", "OnDevice", "OnDisk", "Tiered"])

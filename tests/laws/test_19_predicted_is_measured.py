@@ -121,6 +121,7 @@ def test_explain_predicts_the_inputs_of_checkpointed_layers(tmp_path: pathlib.Pa
     assert said.reports[0].moved == saving.report().moved == layers * tokens * hidden * 4
 
 
+@pytest.mark.first_tier(modules=("blocks.0.mlp",))
 @pytest.mark.parametrize("modules", ["blocks.*", "blocks.0.mlp", "*.norm?"])
 def test_explain_with_a_plan_names_the_bytes_that_the_plan_stores(modules: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "hooks.yaml"
