@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from disthooks import memory as memory
 
 _GIVEN = "it is what a function of disthooks returns: import it from {}"
-#: What to use in place of names that are not here any more.
-_GONE = {
-    "AtLeast": "give at_least= to save_activations, saving or SaveWith",
+#: Names that somebody may look for here, and where they are.
+_ELSEWHERE = {
     "Attachment": _GIVEN.format("disthooks._handles"),
     "Explanation": _GIVEN.format("disthooks.predict.explanation"),
     "FitReport": _GIVEN.format("disthooks.saved.fit"),
@@ -50,10 +49,7 @@ _GONE = {
     "Plan": "it is disthooks.config.Plan",
     "Prepared": _GIVEN.format("disthooks.config"),
     "ReplicaReport": _GIVEN.format("disthooks.report.watch.replicas"),
-    "SaveToCpu": "write SaveWith(module, OnCpu())",
-    "SaveToDisk": "write SaveWith(module, OnDisk(directory), at_least=4096)",
     "SavedReport": _GIVEN.format("disthooks.saved.report"),
-    "Saving": "it is SavingHandle of disthooks.saved.attach",
     "StoreReport": _GIVEN.format("disthooks.saved.stores.base"),
     "from_config": "it is disthooks.config.from_config",
     "pipeline": "give the stages to save_activations, saving or SaveWith; it is in disthooks.saved.pipeline",
@@ -140,7 +136,7 @@ def __getattr__(name: str) -> Any:
         from disthooks._registry import nearest
 
         near = None if name.startswith("_") else nearest(name, __all__)
-        meant = f": {_GONE[name]}" if name in _GONE else f"; did you mean {near!r}?" if near else ""
+        meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else f"; did you mean {near!r}?" if near else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
     from disthooks._kinds import module_of
     from disthooks._locks import importing

@@ -55,6 +55,15 @@ def _is_like(value: Any, example: Any) -> bool:
     return isinstance(value, (int, float) if isinstance(example, float) else type(example))
 
 
+def is_power_of_two(count: int) -> bool:
+    """Whether ``count`` is 1, 2, 4, 8, ...: a thing is done this often that is worth less the more it was done.
+
+    >>> [count for count in range(20) if is_power_of_two(count)]
+    [1, 2, 4, 8, 16]
+    """
+    return count.bit_count() == 1
+
+
 class LoggedRecords:
     """The number of records for which this process has asked ``also=``: the peaks of stores begin anew with each."""
 

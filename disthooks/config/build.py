@@ -24,7 +24,6 @@ from disthooks.grads.rules.base import Rule
 
 _ELSEWHERE = {
     "Functions": "no file can hold its two functions: write a class of your own, kind: package.module:Class",
-    "Agreement": "it went in 0.2: Spread compares the ranks' gradients by their norms, on every engine",
 }
 
 

@@ -57,7 +57,7 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
     theirs: torch.Tensor | None = getattr(told, "found_inf", None)
     if theirs is None:
         told.found_inf = ours
-        _told.add(optimizer)
+        _decided.add(optimizer)
     else:  # it is a GradScaler's, which takes it off itself
         # At most 1, because the kernels skip the update if the number is 1, and make it if the number is 2.
         told.found_inf = (theirs + ours.to(theirs.device, non_blocking=True)).clamp(max=1.0)
@@ -117,8 +117,8 @@ def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def end_step(optimizer: Any) -> None:
     """Take the decision off the optimizer, if :func:`should_skip` has given it one."""
-    if optimizer in _told:
-        _told.discard(optimizer)
+    if optimizer in _decided:
+        _decided.discard(optimizer)
         optimizer.__dict__.pop("found_inf", None)
 
 
@@ -150,7 +150,7 @@ class Witness:
                 yield from ((name, _mark(value)) for name, value in state.items())
 
 
-_told: WeakSet[Any] = WeakSet()  # the optimizers that have a decision of ours
+_decided: WeakSet[Any] = WeakSet()  # the optimizers that have a decision of ours
 
 
 def _mark(value: object) -> object:

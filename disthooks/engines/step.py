@@ -384,7 +384,7 @@ class Step:
 
     def _chosen(self) -> list[Any]:
         """The optimizers whose step begins now, as far as the loop has told."""
-        chosen = _told.chosen
+        chosen = _announced.chosen
         mine = [one for one in self.optimizers if chosen is None or any(one is other for other in chosen)]
         return mine or list(self.optimizers)
 
@@ -401,23 +401,23 @@ class Step:
         return OptimizerHooks.of(self.optimizers[place]).gradients.is_same(self._marks[place])
 
 
-class _Told(threading.local):
+class _Announced(threading.local):
     """The optimizers that the loop has told to step now; None if it has told nothing."""
 
     chosen: list[Any] | None = None
 
 
-_told = _Told()
+_announced = _Announced()
 
 
 @contextlib.contextmanager
 def _choosing(optimizers: list[Any] | None) -> Iterator[None]:
     """Inside, a step that begins is one of ``optimizers`` alone; None for all."""
-    _told.chosen = optimizers
+    _announced.chosen = optimizers
     try:
         yield
     finally:
-        _told.chosen = None
+        _announced.chosen = None
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class LoopFacts:
         self._is_written, kept = is_written, _KEPT + config.recent
         # Of the last steps: the number, the largest settings, the entries of the record, which parameters train.
         self._taken = deque[tuple[int, dict[str, float], dict[str, Any], list[bool]]](maxlen=kept)
-        self._told = deque[tuple[int, list[bool]]](maxlen=kept)  # of the records that were written
+        self._trained = deque[tuple[int, list[bool]]](maxlen=kept)  # of the records that were written
         self._trains: list[bool] = []  # in the last step
         self._last: float | None = None  # when the last step was made
         self._forwards = self._inputs = 0
@@ -104,8 +104,8 @@ class LoopFacts:
         for at, _, entries, trains in reversed(self._taken):
             if at == step and entries:
                 # Recent steps may get their records after a later step that was logged.
-                before = next((told for at, told in reversed(self._told) if at < step), trains)
-                self._told.append((step, trains))
+                before = next((told for at, told in reversed(self._trained) if at < step), trains)
+                self._trained.append((step, trains))
                 changed: dict[str, list[str]] = {"loop/began": [], "loop/ended": []}
                 for name, was, now in zip(self._names, before, trains, strict=True) if before != trains else ():
                     if was != now:

@@ -126,7 +126,7 @@ def record_step(builder: Builder, situation: Situation) -> Step:
             stack.enter_context(redirect_cuda(situation.hardware))
         at_building: list[tuple[str, str]] = []
         fakes.tell(lambda *each: at_building.append(each))
-        with _told(f"{builder.name} cannot be built"):
+        with _explained(f"{builder.name} cannot be built"):
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
                 model.to(situation.dtype)
@@ -139,16 +139,16 @@ def record_step(builder: Builder, situation: Situation) -> Step:
         if situation.device == "cuda":
             stack.enter_context(_as_on_cuda(situation))
         if has_lazy(model):  # see [Note: lazy modules]
-            with _told(f"the dry run of {type(model).__name__}"), torch.no_grad(), _autocast(situation):
+            with _explained(f"the dry run of {type(model).__name__}"), torch.no_grad(), _autocast(situation):
                 model(*args, **kwargs)
         switch = _switch(model)
         found: Planned | None = None
         if situation.plan is not None:
             found = stack.enter_context(planned(model, situation.plan, device=situation.device))
-        with _told(f"{spec.kind} cannot take {type(model).__name__}"):
+        with _explained(f"{spec.kind} cannot take {type(model).__name__}"):
             prepared = apply_engine(model, spec, situation.optimizer)
         run = _Run(prepared, args, kwargs, situation, world)
-        with _told(f"one step of {type(model).__name__}", model):
+        with _explained(f"one step of {type(model).__name__}", model):
             first = None
             if found is None:
                 run.warm_up(is_whole=spec.kind not in _TAKES_GRADIENTS)
@@ -288,7 +288,7 @@ def _roots(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torc
 
 
 @contextlib.contextmanager
-def _told(what: str, model: nn.Module | None = None) -> Iterator[None]:
+def _explained(what: str, model: nn.Module | None = None) -> Iterator[None]:
     """Raise an error of the user's code as a UsageError of one line."""
     try:
         yield

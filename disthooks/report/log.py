@@ -103,7 +103,7 @@ class Run:
                     elif len(column) == len(self.names[key]):
                         self.texts[key, statistic] = self.texts.get((key, statistic)) or [None] * steps
                         self.texts[key, statistic][at] = column
-            elif (found := _single(key)) is not None:  # a log of version 1, or of a sink that was opened by hand
+            elif (found := _single(key)) is not None:  # of a sink that was opened by hand
                 of, statistic, name = found
                 self._table(of, statistic, steps).set_one(at, self.names[of].index(name), value)
             elif key not in ("about", "names", "edges"):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from disthooks import memory
+from disthooks._handles import is_power_of_two
 from disthooks._locks import new_lock
 from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes
@@ -82,7 +83,7 @@ _ELSEWHERE = (
     "layers themselves, by a pattern or a class, and their hooks open in the thread that calls them"
 )
 
-_told: dict[str, str] = {}  # the warnings of blocks that this process has given
+_given: dict[str, str] = {}  # the warnings of blocks that this process has given
 
 
 class WarnedOnce:
@@ -115,7 +116,7 @@ class CodecErrors:
         """Whether to measure the codec at ``position`` on this tensor: the 1st, 2nd, 4th, 8th, ... that it changed."""
         with self._lock:
             self._changed[position] += 1
-            return self._changed[position].bit_count() == 1
+            return is_power_of_two(self._changed[position])
 
     def add(self, codec: str, error: torch.Tensor) -> None:
         """Remember ``error``, a scalar. It stays on its device, because the host would have to wait to read it."""
@@ -273,7 +274,7 @@ class Counters:
         has_stored = any(self._modules[name].stored for name in list(self._modules))
         if not has_stored:
             text = _IN_PLACE.format(store=store, where=repr(module_name) if module_name else "this block")
-            if module_name or _told.setdefault(text, text) is text:
+            if module_name or _given.setdefault(text, text) is text:
                 self.warned.warn("in place", text)
             self.warned.texts.setdefault("in place", text)  # each run of a block is an attachment with a report
 

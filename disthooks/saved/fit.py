@@ -51,7 +51,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from disthooks import memory
-from disthooks._handles import Attachment, LoggedRecords, UncopiedHook, check_state, first_names, weak_method
+from disthooks._handles import (
+    Attachment,
+    LoggedRecords,
+    UncopiedHook,
+    check_state,
+    first_names,
+    is_power_of_two,
+    weak_method,
+)
 from disthooks._locks import new_lock
 from disthooks._match import Pattern, unwrap_engine
 from disthooks._ranks import local_world_size
@@ -381,7 +389,7 @@ class Fitted(Attachment):
         is_first = last is None or last.has_stepped
         expected = max(size, self._totals.get(size, 0))
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
-        self._watch.is_on = self._device.type == "cpu" or self._rounds.bit_count() <= 1
+        self._watch.is_on = self._device.type == "cpu" or not self._rounds or is_power_of_two(self._rounds)
         started = time.perf_counter(), self._watch.now()
         under_way = sum(store.device_bytes(self._device) for store in self._on_device.below.values())
         begin = self._memory.in_use() - under_way

@@ -76,8 +76,8 @@ def test_the_front_door_is_small() -> None:
     assert len(PUBLIC) <= 40
 
 
-@pytest.mark.parametrize("name", dh._GONE)
-def test_a_name_that_went_says_what_to_use(name: str) -> None:
+@pytest.mark.parametrize("name", dh._ELSEWHERE)
+def test_a_name_that_is_elsewhere_says_where(name: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}': ") as error:
         getattr(dh, name)
     given = re.search(r"import it from (disthooks[.\w]+)", str(error.value))

@@ -297,7 +297,7 @@ class RecordWriter:
         self._opened: list[Sink] = []
         self._also = list(also)
         self._last: Mapping[str, Any] = _NOTHING  # the record that was written last
-        self._told: dict[WhenRead, Mapping[str, Any]] = {}  # what each had said then
+        self._said_before: dict[WhenRead, Mapping[str, Any]] = {}  # what each had said then
         self._taken: dict[
             int, list[tuple[AlsoLogged, Mapping[str, Any] | None]]
         ] = {}  # by step, until its record is made
@@ -335,7 +335,7 @@ class RecordWriter:
         found = dict(known)
         for source in [each for each in self._also if isinstance(each, WhenRead)]:
             with self._leaving_out(cast("AlsoLogged", source)):
-                if (said := source()) != self._told.get(source, {}):
+                if (said := source()) != self._said_before.get(source, {}):
                     found |= said
         if found and record["step"] >= 0:
             self.write({**(self._last if self._last.get("step") == record["step"] else {}), **record, **found})
@@ -366,7 +366,7 @@ class RecordWriter:
             with self._leaving_out(source):
                 more = source() if values is None else values
                 if isinstance(source, WhenRead):
-                    self._told[source] = more
+                    self._said_before[source] = more
                 if taken := sorted(record.keys() & more.keys()):
                     raise UsageError(f"{taken} are logged already")
                 record.update(more)

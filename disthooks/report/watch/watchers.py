@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, is_power_of_two
 from disthooks._ranks import launched_rank
 from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
@@ -38,7 +38,7 @@ class Watchers(Attachment):
         self._gradients: Callable[[], Gradients | None] | None = None  # whose steps are counted
         self._compared_after = 0  # the number of steps of the run before the last comparison
         self._blamed: list[str] = []  # what blame has found, on this rank or, after a comparison, on all
-        self._told = False  # whether stderr has what blame has found on this rank
+        self._is_printed = False  # whether stderr has what blame has found on this rank
         if self.blamed is not None:
             # The hooks on the model keep `blamed` alive, and so this object. Nothing else has to keep it.
             self.blamed.on_remove(self._tell_last)
@@ -85,7 +85,7 @@ class Watchers(Attachment):
         def compare() -> None:
             nonlocal steps, differed, gathered
             steps += 1
-            if steps % every and not (steps < every and steps.bit_count() == 1):
+            if steps % every and not (steps < every and is_power_of_two(steps)):
                 return
             watching = self._gradients and self._gradients()
             made = steps if watching is None else watching.steps
@@ -113,11 +113,11 @@ class Watchers(Attachment):
         self.on_remove(handle.remove)
 
     def _tell_blame(self) -> None:
-        if self.blamed is None or self._told:
+        if self.blamed is None or self._is_printed:
             return
         report = self.blamed.report()  # this rank's own; every rank prints its own
         if report.found:
-            self._told = True
+            self._is_printed = True
             self._blamed = self._blamed or list(map(str, report.found))
             say(str(report))
 

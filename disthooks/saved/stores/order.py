@@ -11,6 +11,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from disthooks._handles import is_power_of_two
+
 Learns = TypeVar("Learns")
 
 _ORDERS = 8  # orders that are remembered: a thread may train several models, or batches of several lengths, in turn
@@ -267,7 +269,7 @@ class TimedOrder(AccessOrder):
     def is_timed(self, ticket: Ordered) -> bool:
         """Whether to time this read: the first read of each ticket, in the 1st, 2nd, 3rd, 5th, 9th, ... step."""
         rounds = self._rounds.get(len(self._tickets), 0)
-        return rounds.bit_count() <= 1 and ticket.position not in self._marks
+        return (rounds == 0 or is_power_of_two(rounds)) and ticket.position not in self._marks
 
     def mark(self, ticket: Ordered, came: torch.Event, went: torch.Event) -> None:
         """Keep two events: when the computation ``came`` to this read, and when it ``went`` on."""

@@ -216,13 +216,6 @@ def test_arguments_are_checked(kind: Any, arguments: dict[str, Any], says: str) 
         kind(**arguments)
 
 
-def test_a_statistic_that_is_gone_says_what_to_use() -> None:
-    with pytest.raises(AttributeError, match=r"'Agreement': it went in 0\.2; Spread"):
-        stats.Agreement  # noqa: B018
-    with pytest.raises(dh.errors.ConfigError, match=r"'Agreement' cannot be a stat here; it went in 0\.2: Spread"):
-        dh.config.from_config({"watch": {"stats": [{"kind": "Agreement"}]}})
-
-
 def test_two_statistics_that_write_the_same_names_are_refused() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
