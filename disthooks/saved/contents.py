@@ -148,15 +148,14 @@ class ContentIndex:
     def _is_added(self, key: int, packed: Packed, saved: SavedTensor, found: Packed | None, is_vector: bool) -> bool:
         """Add ``packed`` in place of ``found``, unless another thread has added a content meanwhile."""
         part, region = saved.part, saved.region
-        with packed:  # another thread that finds the packed value waits for the copy, and compares with it
-            with self._lock:
-                if key in self._by_key and self._known(key, saved, region) not in (None, found):
-                    return False
-                reference = self._by_key[key] = self.hold(packed)
-                if packed.has_short_way and region is None and not is_vector and type(saved.owner) is type(part):
-                    self.by_owner[saved.owner_id] = reference
-            if part.is_cpu and self.has_bytes and not (saved.is_fresh or is_vector):
-                packed.copy_now()
+        if part.is_cpu and self.has_bytes and not (saved.is_fresh or is_vector):
+            packed.copy_now()  # first: another thread that finds it compares with the copy
+        with self._lock:
+            if key in self._by_key and self._known(key, saved, region) not in (None, found):
+                return False
+            reference = self._by_key[key] = self.hold(packed)
+            if packed.has_short_way and region is None and not is_vector and type(saved.owner) is type(part):
+                self.by_owner[saved.owner_id] = reference
         return True
 
     def _known(self, key: int, saved: SavedTensor, region: StorageRegion | None) -> Packed | None:

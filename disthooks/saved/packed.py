@@ -381,7 +381,7 @@ class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
         """Plan how Recompute computes the contents. Called once, when they are packed."""
 
     def copy_now(self) -> None:
-        """Copy the contents, if they are to be offloaded. The caller holds the lock.
+        """Copy the contents, if they are to be offloaded.
 
         See [Note: contents are of one moment] in contents.py.
         """
