@@ -1,5 +1,6 @@
 # make demo | test | test-all | lint | type | fmt | bench: each first installs what it needs into one environment, .venv.
-# The demo needs the least (`.[demo]` of setup.cfg), the first tier of the tests more (`.[test]`), all else `.[dev]`.
+# The demo needs the least (`.[demo]` of setup.cfg), the first tier of the tests more (`.[test]`), the site `.[docs]`, all else
+# `.[dev]`.
 # Where nothing can be installed, use the interpreter as it is:  make test PYTHON=python3 VENV=
 
 VENV ?= .venv
@@ -10,6 +11,7 @@ BASE ?= python3
 PYTHON := $(VENV)/bin/python
 DEMO_READY := $(VENV)/.demo
 TEST_READY := $(VENV)/.test
+DOCS_READY := $(VENV)/.docs
 READY := $(VENV)/.dev
 endif
 ARGS ?=
@@ -119,7 +121,7 @@ architecture: $(READY)
 	$(RUN) tools/architecture.py
 
 # The site, in build/site: open build/site/index.html. A warning (a broken link, an unknown name) is an error.
-docs: $(READY)
+docs: $(DOCS_READY)
 	OMP_NUM_THREADS=$(THREADS) $(RUN) -m sphinx -q -W --keep-going -b html docs build/site
 
 # The sdist, and the wheel that is built from it, in dist/. tests/end_to_end/test_package.py builds, installs and tries both.
@@ -141,7 +143,7 @@ fmt: $(READY)
 	$(PYTHON) -m ruff format .
 
 # Rebuilt when what it installs changes; the stamp is made last, so an interrupted install starts again.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: setup.cfg pyproject.toml constraints.txt
 	test -x $(PYTHON) || $(BASE) -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@

@@ -441,6 +441,10 @@ class SinkTests:
 
     in_files: ClassVar[bool] = True
 
+    def written(self) -> Sequence[object] | None:
+        """The names of all values that the sink has written, for a sink whose output can be read; None otherwise."""
+        return None
+
     @contextlib.contextmanager
     def opened(self, sink: Any) -> Iterator[Any]:
         """The function that takes the records while the sink is open. The sink is closed at the end."""
@@ -459,7 +463,9 @@ class SinkTests:
         with self.opened(sink) as taking:
             for step in range(3):
                 taking(record | {"step": step})
-            taking(record)
+            taking(record | {"step": 3, "appears_later": 1.0})
+        names = self.written()
+        assert names is None or "appears_later" in names, "the sink drops names that are not in its first record"
         assert repr(record) == repr(kept), "the sink changed the record"
 
     def test_it_is_opened_again(self, sink: Any) -> None:

@@ -43,6 +43,20 @@ API = {
     "errors": ("Errors", ("errors",)),
 }
 
+#: The base classes of parts of one's own; each is shown with all of its methods.
+BASES = (
+    "saved.stores.base.Store",
+    "saved.codecs.base.Codec",
+    "grads.rules.base.Rule",
+    "grads.rules.base.Work",
+    "grads.stats.base.Stat",
+    "grads.stats.base.Measure",
+    "grads.stats.base.Found",
+    "grads.sinks.base.SinkSpec",
+    "grads.sinks.base.OpenSink",
+    "engines.base.Engine",
+)
+
 
 #: What functions return; it is imported from its module.
 RETURNED = (
@@ -83,10 +97,15 @@ def write_api() -> None:
             if where.startswith(packages) and not is_named_twice(name, value, names):
                 kind = "autoclass" if inspect.isclass(value) else "autofunction"
                 lines += [f".. {kind}:: {name}", ""]
-        text = "\n".join(lines)
-        file = HERE / "api" / f"{page}.rst"
-        if not file.exists() or file.read_text() != text:
-            file.write_text(text)
+        write_page(page, lines)
+    lines = ["Base classes of parts of your own", "=" * 33, ""]
+    write_page("parts", lines + [line for path in BASES for line in (f".. autoclass:: disthooks.{path}", "")])
+
+
+def write_page(page: str, lines: list[str]) -> None:
+    text, file = "\n".join(lines), HERE / "api" / f"{page}.rst"
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
 
 
 def is_named_twice(name: str, value: object, names: dict[str, object]) -> bool:
