@@ -145,7 +145,7 @@ fmt: $(READY)
 # Rebuilt when what it installs changes; the stamp is made last, so an interrupted install starts again.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: setup.cfg pyproject.toml constraints.txt
 	test -x $(PYTHON) || $(BASE) -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	$(PYTHON) -m pip install --quiet --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
 clean:

@@ -7,8 +7,9 @@
 # the middle.
 #
 # A model refuses a size that is not in its table of positions, or that is not a multiple of its patches or chunks. So
-# sizes are multiples of a unit: at first of the odd part of the size that was asked for; after a refusal of the least
-# of its even multiples that does not divide the refused size. If there is none, the refused size is too large.
+# sizes are multiples of a unit: at first of the odd part of the size that was asked for, or of 64 for a long sequence;
+# after a refusal of the least of its even multiples that does not divide the refused size. If there is none, the
+# refused size is too large.
 #
 # The memory may become less at a larger size, because an allocator rounds, or because another kernel runs. Then a still
 # larger size may fit again; the search does not look for it.
@@ -32,6 +33,7 @@ from disthooks.predict.run import Situation, record_step
 MOST = 1 << 20
 Progress = Callable[[str], None]
 
+_LONG = 64  # a long sequence is searched in multiples of this: nobody trains with 2,763 tokens
 _FARTHER = 16  # the search tries no size that is so many times the largest that is known to fit
 _CALLED: dict[What, str] = {"batch": "batch", "seq": "sequence"}
 
@@ -108,18 +110,26 @@ class Fits:
         }
 
     def __str__(self) -> str:
-        word, apart = ("fits", "are free") if self.does_fit else ("does not fit", "are missing")
-        rest = format_bytes(abs(self.limit - self.nbytes))
-        needs, limit = format_bytes(self.nbytes), format_bytes(self.limit)
-        lines = [f"the step {word} in {limit}: it needs {needs}, and {rest} {apart}"]
-        if self.explanation.situation.optimizer is None:
-            lines.append("the state of an optimizer is not counted: name the optimizer, such as --optimizer adamw")
+        lines = verdict(self.explanation, self.limit)
         lines += [each.text for each in (self.batch, self.seq) if each is not None]
+        return "\n".join([*lines, *self.of_change()])
+
+    def of_change(self) -> list[str]:
+        """The cheapest change with which the step fits; nothing if it fits as it is."""
         if self.change is not None:
-            lines.append(f"cheapest change: {self.change.title}: {self.change.text}")
-        elif not self.does_fit:
-            lines.append("disthooks knows no single change that makes it fit")
-        return "\n".join(lines)
+            return [f"cheapest change: {self.change.title}: {self.change.text}"]
+        return [] if self.does_fit else ["disthooks knows no single change that makes it fit"]
+
+
+def verdict(explanation: Explanation, limit: int) -> list[str]:
+    """Whether the step fits in ``limit`` bytes, in words."""
+    needed = explanation.needed_bytes
+    word, apart = ("fits", "are free") if needed <= limit else ("does not fit", "are missing")
+    rest = format_bytes(abs(limit - needed))
+    lines = [f"the step {word} in {format_bytes(limit)}: it needs {format_bytes(needed)}, and {rest} {apart}"]
+    if explanation.situation.optimizer is None:
+        lines.append("the state of an optimizer is not counted: name the optimizer, such as --optimizer adamw")
+    return lines
 
 
 def fits(
@@ -132,11 +142,13 @@ def fits(
     progress: Progress | None = None,
     explanation: Explanation | None = None,
     tried: Tried | None = None,
+    found: Progress | None = None,
 ) -> Fits:
     """Find out whether a step fits in ``limit`` bytes, and find the largest batch and the longest sequence that fit.
 
     The batch is searched with the sequence length of ``situation``, and the sequence with its batch. Each answer is
     proven: this size fits, and the next one that the search takes does not. See [Note: how a size is found].
+    ``found`` is called with each of these two answers as soon as it is there.
     """
     if limit < 1:
         raise UsageError(f"the limit of memory must be positive, not {limit}")
@@ -146,18 +158,19 @@ def fits(
     if progress is not None:
         progress(f"as it is: {format_bytes(given)}")
     largest: dict[What, Largest] = {}
+    change = cheapest(builder, explanation, limit, progress, tried=tried) if given > limit else None
+    say = found or (lambda text: None)
     for what in sizes:
         try:
             start = getattr(situation, what) or builder.size(what)
         except UsageError as error:
             largest[what] = Largest(what, None, 0, None, None, "unset", str(error), 0)
+            say(str(error))
             continue
         search = _Search(builder, situation, limit, what, progress)
         search.know(start, explanation)
         largest[what] = search.largest(start, patience)
-    change = None
-    if given > limit:
-        change = cheapest(builder, explanation, limit, progress, tried=tried)
+        say(largest[what].text)
     return Fits(limit, explanation, given, largest.get("batch"), largest.get("seq"), change)
 
 
@@ -201,6 +214,8 @@ class _Search:
 
     def largest(self, start: int, patience: float) -> Largest:
         end, self._start, self._unit = time.monotonic() + patience, start, start // (start & -start)
+        if self._what == "seq" and start % _LONG == 0 and start >= 16 * _LONG:
+            self._unit = _LONG
         self._most = max(self._most, start)
         self._high = self._most + 1
         size: int | None = start

@@ -161,8 +161,12 @@ class Values(_Mode):  # type: ignore[misc]
         if not _is_fraction(value.dtype) or value.numel() <= (1 if fewest == 2 else _MOST_FLOATS):
             return True
         with _without_fakes(), _without_modes():
+            if len(set(value.flatten()[:64].tolist())) > 2:  # most tensors of fractions: the rest need not be read
+                return False
             least, most = value.aminmax()
-            return bool(((value == least) | (value == most)).all()) and (fewest < 2 or bool(least < most))
+            if least == most:
+                return fewest < 2
+            return bool(((value == least) | (value == most)).all())
 
     def give(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """Let ``fake`` have ``value``, if it may have one."""

@@ -7,7 +7,7 @@ import functools
 import itertools
 import pathlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -20,7 +20,6 @@ _PATIENCE = 30.0
 
 if TYPE_CHECKING:
     from disthooks.predict.answers.advice import Advice
-    from disthooks.predict.answers.fits import Fits
     from disthooks.predict.explanation import Explanation, ModuleRow
 
 
@@ -77,43 +76,55 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        begin("looking for the largest sizes")
+        told = {"file": file, **said.to_dict(), "fits": None, "advice": []}
+        say = (lambda text: None) if as_json else line
         detail = functools.partial(begin, is_step=False)
         tried: Tried = {}  # the changes that were run: they run once
         known: Any = {"patience": _PATIENCE, "progress": detail, "tried": tried}
-        far = None if limit is None else find_fits(builder, said.situation, limit, explanation=said, **known)
-        begin("trying changes")
-        best = advise(builder, said, limit=limit, **known) if advice else []
-        told = {"file": file, **said.to_dict()}
-        told["fits"] = None if far is None else far.to_dict()
-        told["advice"] = [each.to_dict() for each in best]
+        # What is known is said at once: what follows may take a minute, and Ctrl-C may end it.
+        _say_verdict(said, told, limit, say)
+        try:
+            begin("trying changes")
+            best = advise(builder, said, limit=limit, **known) if advice else []
+            told["advice"] = [each.to_dict() for each in best]
+            _say_advice(best, say)
+            begin("looking for the largest sizes")
+            if limit is not None:
+                far = find_fits(builder, said.situation, limit, explanation=said, found=say, **known)
+                told["fits"] = far.to_dict()
+                for text in () if best and far.change else far.of_change():
+                    say(text)
+        except KeyboardInterrupt:
+            if not as_json:
+                show(said, told)
+            raise
         if output is not None:
             told["what_if"] = what_if(said, best, tried)
             pathlib.Path(output).write_text(page("explain", told), encoding="utf-8")
     if as_json:
         document(told)
     else:
-        _show_verdict(said, told, far)
-        _show_advice(best)
         show(said, told)
     if output is not None and not as_json:
         line(f"wrote {output}")
 
 
-def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> None:
-    for text in () if far is None else str(far).splitlines():
-        line(text)
+def _say_verdict(said: Explanation, told: dict[str, Any], limit: int | None, say: Callable[[str], object]) -> None:
+    from disthooks.predict.answers.fits import verdict
+
+    for text in () if limit is None else verdict(said, limit):
+        say(text)
     peak, (low, high) = said.peak, said.peak_range
     with_plan = "" if told["plan"] is None else f" with {told['file']}"
     around = "" if size(low) == size(high) else f" ({size(low)} to {size(high)})"
-    line(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
+    say(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
     if told["plan"] is not None:
-        line(_without_plan(said, told["file"]))
+        say(_without_plan(said, told["file"]))
     if said.first_bytes > peak.nbytes:
-        line(f"the first step needs {size(said.first_bytes)}: a store knows only then which tensors to move early")
+        say(f"the first step needs {size(said.first_bytes)}: a store knows only then which tensors to move early")
     largest = sorted(peak.by_category.items(), key=lambda each: -each[1])[:2]
     parts = " and ".join(f"{nbytes / peak.nbytes:.0%} of it is {name}" for name, nbytes in largest if nbytes)
-    line(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
+    say(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
 
 
 def _without_plan(said: Explanation, file: str) -> str:
@@ -126,12 +137,11 @@ def _without_plan(said: Explanation, file: str) -> str:
     return text
 
 
-def _show_advice(best: list[Advice]) -> None:
+def _say_advice(best: list[Advice], say: Callable[[str], object]) -> None:
     for number, change in enumerate(best, 1):
-        line(f"advice {number}: {change.title}: {change.text}")
-        if change.yaml or change.code:
-            for each in (change.yaml or change.code).rstrip().splitlines():
-                line(f"    {each}")
+        say(f"advice {number}: {change.title}: {change.text}")
+        for each in (change.yaml or change.code).rstrip().splitlines():
+            say(f"    {each}")
 
 
 def _check_folder(output: str | None) -> None:

@@ -87,7 +87,7 @@ def line(text: str, colour: str = "", error: bool = False) -> None:
     """Print ``text`` in one line, however long it is, so that other programs can search for it."""
     text, stream = plain(text), sys.stderr if error else sys.stdout
     shown = colour and stream.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if shown else text, file=stream)
+    print(f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if shown else text, file=stream, flush=True)
 
 
 class Begin(Protocol):

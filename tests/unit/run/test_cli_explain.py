@@ -6,6 +6,9 @@ import json
 import pathlib
 import re
 
+import pytest
+
+from disthooks.predict.answers import advice
 from tests.support.command_line import BUILT, hooks, process, run
 
 
@@ -91,3 +94,13 @@ def test_explain_shows_equal_layers_as_one_line_and_a_page(tmp_path: pathlib.Pat
     assert "checksums" not in told, "those are of hooks on the CPU"
     assert "<html" in page.read_text()
     assert f"wrote {page}" in told
+
+
+def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(advice, "advise", interrupted)
+    told = run("explain", f"{BUILT}:small", "--device", "cpu", "--fits", "1 KiB", code=130).stdout
+    assert told.startswith("the step does not fit in 1.0 KiB")
+    assert "memory over the step" in told
