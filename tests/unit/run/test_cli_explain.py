@@ -101,6 +101,6 @@ def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(advice, "advise", interrupted)
-    told = run("explain", f"{BUILT}:small", "--device", "cpu", "--fits", "1 KiB", code=130).stdout
-    assert told.startswith("the step does not fit in 1.0 KiB")
+    told = run("explain", f"{BUILT}:small", "--device", "cpu", "--fits", "512 B", code=130).stdout
+    assert told.startswith("the step does not fit in 512 B")
     assert "memory over the step" in told
