@@ -128,6 +128,54 @@ from torch import nn
 def build():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), num_layers=2)
     return model, torch.randn(8, 32, 64)
+
+
+def language_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
+
+
+def tokens():
+    return [{"input_ids": row, "labels": row} for row in torch.randint(100, (32, 64))]
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(98))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def texts():
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": [" ".join(f"w{(i + j) % 98}" for j in range(64)) for i in range(32)]})
+
+
+def module():
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, _ = build()
+
+        def training_step(self, x, index):
+            return self.model(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    return Module()
+
+
+def batches():
+    return torch.utils.data.DataLoader(torch.randn(32, 32, 64), batch_size=8)
 """
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
 
@@ -144,6 +192,8 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
     (ds,) = _run("docs/integrations/deepspeed.md", "json")
     (tmp_path / "ds.json").write_text(ds.text)
+    (budget,) = _run("docs/integrations/index.md", "yaml")
+    (tmp_path / "budget.yaml").write_text(budget.text)
     (tmp_path / "scratch" / "0").mkdir(parents=True)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "gradients.jsonl").write_text('{"step": 0, "grad_norm": 1.0}\n')
@@ -176,7 +226,7 @@ def _ran(folder: pathlib.Path, *command: str, given: str = "", **more: str) -> s
 
 RUNNER = """
 import json, sys, torch
-if "deepspeed" in sys.argv[1]:
+if "deepspeed" in sys.argv[1] or "integrations/index" in sys.argv[1]:
     import deepspeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
 for page, line, text in json.load(sys.stdin):
@@ -191,13 +241,17 @@ PYTHON = [page for page in PAGES if page not in ("README.md", "docs/guides/diver
 
 
 @pytest.mark.dist
-@pytest.mark.full_tier(page=tuple(PYTHON[1:]))
+@pytest.mark.full_tier(page=tuple(page for page in PYTHON[1:] if page != "docs/integrations/index.md"))
 @pytest.mark.parametrize("page", PYTHON)
 def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
     """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
     given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    _ran(folder, sys.executable, "-W", "ignore", "-c", RUNNER, page, given=given, **rank)
+    done = _ran(folder, sys.executable, "-W", "ignore", "-c", RUNNER, page, given=given, **rank)
+    if page == "docs/integrations/index.md":
+        said = [line for line in done.stdout.splitlines() if line.startswith("budget 3.0 GiB")]
+        assert len(said) == 6, done.stdout
+        assert all(line.endswith("all 4 steps within") for line in said)
 
 
 @pytest.mark.parametrize("block", [block for page in PAGES for block in _run(page, "yaml", "json")], ids=_id)
