@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from tests.support.engines import flat, is_fsdp1, sharded, unsynced, where, whole
-from tests.support.engines import gathered as gathered_flat
+from tests.support.engines import flat, grads_of, sharded, unsynced, where
 
 Micro = tuple[torch.Tensor, bool]  # data, and whether the branch is taken
 ROWS = 4  # of the batch, a rank
@@ -203,13 +202,5 @@ def run(
         with dh.gradients(model, optimizer, rules=rules, stats=stats, every=1, groups={"mid": "mid.*"}) as watch:
             backward(model, work, situation)
             optimizer.step()
-        found[name] = watch.latest, gathered(model)
+        found[name] = watch.latest, grads_of(model)
     return found
-
-
-def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All of every gradient, by the names of the user's own model."""
-    if is_fsdp1(model):
-        return gathered_flat(model)
-    inner = getattr(model, "module", model)
-    return {name: whole(p.grad) for name, p in inner.named_parameters() if p.grad is not None}
