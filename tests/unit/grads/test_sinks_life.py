@@ -17,29 +17,7 @@ import disthooks as dh
 from disthooks import sinks
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
-
-
-class Said:
-    """A sink of one's own that notes what is done with it."""
-
-    def __init__(self, fails: str = "") -> None:
-        self.said: list[Any] = []
-        self.fails = fails
-
-    def _note(self, what: Any, name: str) -> None:
-        self.said.append(what)
-        if self.fails == name:
-            raise OSError(f"{name}: disk full")
-
-    def open(self) -> str:
-        self._note("open", "open")
-        return "is not called"
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        self._note(record["step"], "call")
-
-    def close(self) -> None:
-        self._note("close", "close")
+from tests.support.logs import Said
 
 
 def _attach(*targets: Any) -> tuple[Gradients, Any]:
