@@ -97,6 +97,7 @@ def train(spec: EngineSpec) -> list[dict[str, Any]]:
             with saved.hooks():
                 loss = prepared.model(tokens).float().sum()
             record: dict[str, Any] = {"saved": saved.total(of_inputs=False)}
+            del saved  # it holds the storages of the weights, which an engine may free
             moments = dict(zip(("after forward", "in forward"), live, strict=True))
             prepared.backward(loss)
             del loss

@@ -15,13 +15,18 @@ from torch import nn
 from disthooks import explain
 from disthooks.predict.explanation import Explanation
 from tests.support import oracle
-from tests.support.functions import Made
 from tests.support.predicted import Beside
 
 
-def made(forward: Callable[..., Any], *parts: nn.Module) -> nn.Module:
-    """A model whose forward is a function of its parts and of the inputs."""
-    return Made(forward, nn.ModuleList(parts))
+class Model(nn.Module):
+    """Its forward is a function of its parts and of the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts, self.function = nn.ModuleList(parts), forward
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.parts, *inputs)
 
 
 def packed(parts: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -31,11 +36,11 @@ def packed(parts: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def experts(parts: Any, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """Backward reads the masks once more."""
-    result = x.clone()
+    made = x.clone()
     for kind, part in enumerate(parts):
         mask = kinds == kind
-        result[mask] = part(x[mask]).to(result.dtype)
-    return result
+        made[mask] = part(x[mask]).to(made.dtype)
+    return made
 
 
 def skipped(parts: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,26 +68,26 @@ def lin() -> nn.Linear:
 INT, X = torch.arange(24).reshape(4, 6) % 10, torch.randn(8, 16)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "packed sequences": (
-        lambda: made(packed, nn.LSTM(16, 8, 2, batch_first=True, bidirectional=True)),
+        lambda: Model(packed, nn.LSTM(16, 8, 2, batch_first=True, bidirectional=True)),
         (torch.randn(4, 10, 16), torch.tensor([10, 3, 7, 5])),
     ),
-    "experts by masks": (lambda: made(experts, lin(), lin()), (X, torch.tensor([0, 1, 1, 0, 1, 1, 1, 1]))),
-    "rates of skipped layers": (lambda: made(skipped, lin(), lin(), lin()), (X,)),
-    "a mask of floats": (lambda: made(masked, lin()), (X, torch.arange(8) % 3 != 0)),
-    "rows of several lengths": (lambda: made(ragged, lin()), (X[:3], X[3:])),
-    "sparse gradients": (lambda: made(lambda parts, x: parts[0](x).tanh(), nn.Embedding(10, 4, sparse=True)), (INT,)),
-    "bags of embeddings": (lambda: made(lambda parts, x: parts[0](x).tanh(), nn.EmbeddingBag(10, 4)), (INT,)),
-    "a mean of losses": (lambda: made(lambda parts, x: F.mse_loss(parts[0](x).tanh(), x), lin()), (X,)),
+    "experts by masks": (lambda: Model(experts, lin(), lin()), (X, torch.tensor([0, 1, 1, 0, 1, 1, 1, 1]))),
+    "rates of skipped layers": (lambda: Model(skipped, lin(), lin(), lin()), (X,)),
+    "a mask of floats": (lambda: Model(masked, lin()), (X, torch.arange(8) % 3 != 0)),
+    "rows of several lengths": (lambda: Model(ragged, lin()), (X[:3], X[3:])),
+    "sparse gradients": (lambda: Model(lambda parts, x: parts[0](x).tanh(), nn.Embedding(10, 4, sparse=True)), (INT,)),
+    "bags of embeddings": (lambda: Model(lambda parts, x: parts[0](x).tanh(), nn.EmbeddingBag(10, 4)), (INT,)),
+    "a mean of losses": (lambda: Model(lambda parts, x: F.mse_loss(parts[0](x).tanh(), x), lin()), (X,)),
     "a transposed batch norm": (
-        lambda: made(lambda parts, x: parts[1](parts[0](x.mT).mT), nn.BatchNorm1d(16), lin()),
+        lambda: Model(lambda parts, x: parts[1](parts[0](x.mT).mT), nn.BatchNorm1d(16), lin()),
         (torch.randn(4, 6, 16),),
     ),
     "a CTC loss": (
-        lambda: made(lambda parts, x, *rest: F.ctc_loss(parts[0](x).log_softmax(-1), *rest), lin()),
+        lambda: Model(lambda parts, x, *rest: F.ctc_loss(parts[0](x).log_softmax(-1), *rest), lin()),
         (torch.randn(20, 2, 16), torch.randint(1, 10, (2, 5)), torch.full((2,), 20), torch.tensor([5, 3])),
     ),
     "a list of tensors": (
-        lambda: made(lambda parts, x, n: parts[0](x) * torch.tensor([n[0], n[1]]).sum(), lin()),
+        lambda: Model(lambda parts, x, n: parts[0](x) * torch.tensor([n[0], n[1]]).sum(), lin()),
         (X, INT[0]),
     ),
 }
@@ -120,7 +125,7 @@ def named(said: Explanation) -> set[str]:
 
 
 def test_a_random_number_that_decides_is_named_and_a_rate_below_one_half_skips_nothing() -> None:
-    model = made(lambda parts, x: parts[0](x) if torch.rand([]) < 0.3 else parts[0](x).tanh(), lin())
+    model = Model(lambda parts, x: parts[0](x) if torch.rand([]) < 0.3 else parts[0](x).tanh(), lin())
     said = explain(model, X, device="cpu")
     assert said.by_operator["aten.tanh"] == X.nbytes
     assert named(said) == {"a random number that the model reads"}
@@ -144,7 +149,7 @@ def test_hooks_of_the_model_itself_are_named() -> None:
         with torch.autograd.graph.save_on_cpu():
             return parts[0](x).tanh()
 
-    said = explain(made(forward, lin()), X, device="cuda")
+    said = explain(Model(forward, lin()), X, device="cuda")
     assert named(said) == {"what the model's own saved-tensor hooks keep"}
     assert "not known: what the model's own saved-tensor hooks keep; assumed: that it is on the device" in str(said)
     assert torch.autograd.graph.saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"
@@ -158,7 +163,7 @@ def test_operators_of_other_threads_are_named() -> None:
         thread.join()
         return made[0].tanh()
 
-    assert named(explain(made(forward, lin()), X, device="cpu")) == {"operators in a thread that the model started"}
+    assert named(explain(Model(forward, lin()), X, device="cpu")) == {"operators in a thread that the model started"}
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
