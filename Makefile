@@ -44,7 +44,7 @@ test-all: $(READY) test test-rest
 # engines, situations and plans, and tests of the benchmarks.
 FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py \
   19_predicted_is_measured_modules.py) \
-  tests/device/test_long_run.py tests/device/test_race_hunt.py
+  tests/device/test_long_run.py
 test-full: $(READY)
 	$(PYTEST) --tier full
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s -o faulthandler_timeout=0 $(FULL_TESTS) $(ARGS)

@@ -19,12 +19,12 @@ import torch
 
 import disthooks as dh
 from tests.support.sim import simulated
-from tests.support.sim.clock import Event, Machine, Policy, Rates, Saved, Tape, replay
+from tests.support.sim.clock import Machine, Policy, Rates, Saved, Tape, replay
 from tests.support.sim.planned import PlannedTiered
 
 pytestmark = pytest.mark.full_tier
 KIB = 1 << 10
-FAST = Rates(to_host=1e18, to_device=1e18, disk_write=1e18, disk_read=1e18, copy_s=0.0)
+FAST = Rates(to_host=1e18, to_device=1e18, copy_s=0.0)
 
 
 def layers(count: int, length: int = 8) -> Tape:
@@ -53,22 +53,10 @@ class Found:
     peak: int
 
 
-class Logged(Machine):
-    """A machine that remembers its copies."""
-
-    def __init__(self, rates: Rates) -> None:
-        super().__init__(rates)
-        self.copies: dict[str, list[int]] = {self.out.name: [], self.back.name: []}
-
-    def _copy(self, stream: Any, nbytes: int, speed: float, after: Sequence[Event]) -> Event:
-        self.copies.setdefault(stream.name, []).append(nbytes)
-        return super()._copy(stream, nbytes, speed, after)
-
-
 def modelled(tape: Tape, policy: Policy) -> Found:
-    machine = Logged(FAST)
+    machine = Machine(FAST)
     result = replay(tape, policy, machine=machine)
-    return Found(machine.copies[machine.out.name], machine.copies[machine.back.name], result.peak)
+    return Found(machine.out.copied, machine.back.copied, result.peak)
 
 
 def done(store: Any, device: torch.device) -> None:

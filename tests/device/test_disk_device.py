@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pathlib
 import threading
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.errors import StoreError
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores import group_file
 from disthooks.saved.stores.copies import link_of
@@ -19,7 +17,7 @@ from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, given, gradient
 from tests.support.stores.faulty import soon
-from tests.support.stores.moving import Gate, Nth, alone, shut, write  # noqa: F401
+from tests.support.stores.moving import Gate, alone, shut  # noqa: F401
 
 
 def clean(store: dh.OnDisk) -> bool:
@@ -103,30 +101,6 @@ def test_the_forward_waits_at_the_bound_alone(gate: Gate, tmp_path: pathlib.Path
     for i, ticket in enumerate(tickets):
         assert torch.equal(store.get(ticket).cpu(), x.cpu() + i)
         store.drop(ticket)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_write_that_fails_is_said_once_and_loses_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, device: torch.device
-) -> None:
-    store, x = dh.OnDisk(tmp_path), given(device, 20_000)
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    gate = Gate(Nth(write, 3, full))
-    monkeypatch.setattr(os, "pwrite", gate)
-    with dh.saving(store, at_least=0):
-        y = chain(x, 4)
-    gate.open.set()
-    with pytest.raises(StoreError, match="No space left") as caught:
-        store.wait()
-    assert caught.value.wanted == -(-x.nbytes // 4096) * 4096
-    del caught
-    (grad,) = torch.autograd.grad(y, x)
-    assert torch.equal(grad.cpu(), gradient(x, 4).cpu())
-    del y
-    assert clean(store)
 
 
 def test_what_is_on_the_device_is_handed_back_itself(tmp_path: pathlib.Path, device: torch.device) -> None:

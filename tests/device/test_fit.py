@@ -339,26 +339,6 @@ def test_a_script_that_drops_the_handle_has_the_same_limits(device: torch.device
     assert len(_global_optimizer_post_hooks) == before - 1, "with the model all hooks are gone"
 
 
-def test_what_was_learnt_is_saved_and_restored(device: torch.device, free: dict[str, Run]) -> None:
-    budget = int(0.75 * max(without("decoder", device, free).peaks))
-    first = Run("decoder", device)
-    with dh.fit(first.model, budget) as fitted:
-        for _ in range(3):
-            first.step()
-        state = fitted.state_dict()
-    del first, fitted
-    moved = []
-    for known in ({"needs": {}, "least": {}, "again": {}, "layers": {}}, state):
-        run = Run("decoder", device)
-        with dh.fit(run.model, budget) as fitted:
-            fitted.load_state_dict(known)
-            run.step()
-            moved.append(fitted.report().saved.stored - fitted.report().limit)
-        assert run.peaks[0] <= budget
-        del run, fitted
-    assert moved[1] < 0.7 * moved[0]
-
-
 def test_the_report_says_what_was_promised_and_measured(device: torch.device) -> None:
     run = Run("decoder", device)
     with dh.fit(run.model, "20 MiB", dh.Recompute(), dh.OnCpu(), modules=["blocks.*", "first", "last"]) as fitted:

@@ -8,29 +8,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import softplus
 
 import disthooks as dh
 from disthooks.errors import UsageError
 from disthooks.saved.fit import Fitted
-from tests.support.models import Block
+from tests.device.test_fit import Decoder
 from tests.support.sim import simulated
 
 STEPS = 6
 MOVED, RECOMPUTED = (dh.OnCpu(),), (dh.Recompute(), dh.OnCpu())
-
-
-class Decoder(nn.Module):
-    """Blocks of attention and an MLP between a layer in and a layer out."""
-
-    def __init__(self, blocks: int = 8, width: int = 64) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 8)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.blocks(self.first(x)))
 
 
 class Training:
@@ -43,7 +30,7 @@ class Training:
     def __init__(self, device: torch.device) -> None:
         gc.collect()
         torch.manual_seed(0)
-        self.model, self.other = Decoder().to(device), Decoder().to(device)
+        self.model, self.other = Decoder(8).to(device), Decoder(8).to(device)
         self.optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (self.model, self.other)]
         self.inputs = torch.randn(8, 64, 8, generator=torch.Generator().manual_seed(1)).to(device)
         self.lengths, self.peaks = random.Random(0), [0]

@@ -30,6 +30,7 @@ WIDTH, HEADS, WORDS = 32, 4, 50
 WAYS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "cpu": lambda folder: (dh.OnCpu(),),
     "cpu with little in flight": lambda folder: (dh.OnCpu(in_flight="48 KiB"),),
+    "cpu with nothing in flight": lambda folder: (dh.OnCpu(in_flight=0),),
     "cpu, and some stays": lambda folder: (dh.Tiered(dh.OnDevice("160 KiB"), dh.OnCpu(in_flight="48 KiB")),),
     "two tiers": lambda folder: (dh.Tiered(dh.OnDevice("160 KiB"), dh.OnCpu()),),
     "three tiers": lambda folder: (dh.Tiered(dh.OnDevice("96 KiB"), dh.OnCpu("128 KiB"), dh.OnDisk(folder)),),

@@ -6,7 +6,6 @@ import gc
 import math
 import threading
 import types
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import copies, host
+from disthooks.saved.stores import copies
 from disthooks.saved.stores.order import TimedOrder
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
@@ -226,22 +225,6 @@ def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
     assert offload._how_many(dict.fromkeys(transfers, math.nan), None, None) == 3
     transfers[0].coming = types.SimpleNamespace(is_done=lambda: True)
     assert offload._how_many(dict(zip(transfers, [1.0, 3.0, 9.0], strict=True)), 0.5, 1.0) == 1
-
-
-def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower, and as right; said once."""
-    x = given(device)
-    store = dh.OnCpu(in_flight="500 KiB")
-    monkeypatch.setattr(host, "too_little_left", lambda room: "none is left")
-    store.open().offload(device).pool = host.PinnedPool(device)
-    with pytest.warns(UserWarning, match="no more page-locked memory is available"):
-        assert torch.equal(step(store, x), gradient(x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            assert torch.equal(step(store, x), gradient(x))
-    assert not store.open().offload(device).pool.tensor(x.shape, x.dtype).is_pinned()
-    assert is_clean(store, device)
 
 
 def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from disthooks.predict.plans.planned import planned
 from disthooks.predict.plans.planned_stores import PlacedBytes
 from disthooks.saved.pipeline import pipeline
 from disthooks.saved.report import SavedReport
+from tests.support import models
 from tests.support.nets import BasicBlock, residual_network
 from tests.unit.predict import test_planned
 from tests.unit.predict.test_planned import Adapted, Own, figures, held, step
@@ -24,19 +25,15 @@ from tests.unit.predict.test_planned import Adapted, Own, figures, held, step
 KIB = 1 << 10
 
 
-class Block(test_planned.Block):
-    """Attention by plain products, which saves the same on every device, and no dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Identity()
+class Block(models.Block):
+    """Attention by plain products, which saves the same on every device."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return (query @ key.transpose(-1, -2) * 0.25).softmax(-1) @ value
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "blocks": lambda: (nn.Sequential(Block(), Block(), Block()), torch.randn(8, 32, 64)),
+    "blocks": lambda: (nn.Sequential(Block(), Block(), Block()).eval(), torch.randn(8, 32, 64)),
     "residual": lambda: (residual_network(BasicBlock, (2,), 16, 10), torch.randn(8, 3, 32, 32)),
     "adapted": lambda: (Adapted(), torch.randn(64, 64)),
     "own": lambda: (Own(), torch.randn(64, 64)),

@@ -346,20 +346,6 @@ def _own(weights: dict[str, torch.Tensor], half: Any, batch: int, rank: int) -> 
     return model.mid[1].weight.grad
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [
-        *((stage, "fp32") for stage in STAGES),
-        *((stage, "fp16") for stage in (1, 2, 3)),
-        (1, "bf16 in fp32"),
-        (0, "bf16"),
-    ],
-)
-def test_one_function_sees_and_changes_what_is_used(ranks: Ranks, stage: int, dtype: str) -> None:
-    for found in ranks(_functions, stage, dtype):
-        assert all(found.values()), found
-
-
 def _skipped(rank: int, stage: int, dtype: str) -> dict[str, bool]:
     """One step that a decision skips, between two that are made."""
     engine = engine_of(stage, dtype)
@@ -393,22 +379,6 @@ def _state(engine: Any) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"),
-    [
-        *((stage, "fp32") for stage in STAGES),
-        (0, "bf16"),
-        (1, "bf16 in fp32"),
-        (2, "bf16 in fp32"),
-        (2, "fp16"),
-        (3, "fp16"),
-    ],
-)
-def test_a_skipped_step_changes_nothing(ranks: Ranks, stage: int, dtype: str) -> None:
-    for found in ranks(_skipped, stage, dtype):
-        assert all(found.values()), found
-
-
 def _overflow(rank: int, stage: int, skip: bool) -> dict[str, bool]:
     """In float16 a step that overflowed on rank 1 is DeepSpeed's to skip, whatever rules make of the gradients."""
     engine = engine_of(stage, "fp16")
@@ -429,8 +399,20 @@ def _overflow(rank: int, stage: int, skip: bool) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("skip", [False, True])
-def test_an_overflow_stays_one_and_lowers_the_loss_scale(ranks: Ranks, stage: int, skip: bool) -> None:
-    for found in ranks(_overflow, stage, skip):
+CHECKED: list[tuple[Any, int, Any]] = [
+    *((part, stage, "fp32") for part in (_functions, _skipped) for stage in STAGES),
+    *((_functions, stage, "fp16") for stage in (1, 2, 3)),
+    *((_functions, stage, dtype) for stage, dtype in ((1, "bf16 in fp32"), (0, "bf16"))),
+    *((_skipped, stage, "bf16 in fp32") for stage in (1, 2)),
+    *((_skipped, stage, dtype) for stage, dtype in ((0, "bf16"), (2, "fp16"), (3, "fp16"))),
+    *((_overflow, stage, skip) for stage in (1, 2, 3) for skip in (False, True)),
+]
+
+
+@pytest.mark.parametrize(("part", "stage", "option"), CHECKED)
+def test_what_is_used_is_seen_and_a_skipped_step_changes_nothing(
+    ranks: Ranks, part: Any, stage: int, option: Any
+) -> None:
+    """See what the docstrings of the parts say: functions, a step that a decision skips, one that overflows."""
+    for found in ranks(part, stage, option):
         assert all(found.values()), found

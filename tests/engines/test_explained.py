@@ -25,7 +25,8 @@ from disthooks.predict.explain import explain_built
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.fake.fake_run import fake_run
 from disthooks.predict.run import Situation
-from tests.support.decoder import Decoder, Live, Saved
+from tests.support.decoder import Decoder, Live
+from tests.support.oracle import SavedBytes
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
@@ -89,13 +90,14 @@ def train(spec: EngineSpec) -> list[dict[str, Any]]:
         if spec.kind == "ddp":
             prepared.model._set_ddp_runtime_logging_sample_rate(1)
         tokens = torch.ones(2, 8, dtype=torch.int64)
-        saved = Saved(model)
         for step in range(STEPS):
-            live.peak = live.bytes
+            live.begin()
             gc.collect()
-            with saved:
+            saved = SavedBytes(model, ())
+            with saved.hooks():
                 loss = prepared.model(tokens).float().sum()
-            record: dict[str, Any] = {"saved": saved.take()}
+            record: dict[str, Any] = {"saved": saved.total(of_inputs=False)}
+            del saved  # it holds the storages of the weights, which an engine may free
             moments = dict(zip(("after forward", "in forward"), live, strict=True))
             prepared.backward(loss)
             del loss

@@ -158,39 +158,33 @@ def test_four_ranks(four: Ranks, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.full_tier(engine=("ddp", "fsdp1", "zero2", "zero3"))
+@pytest.mark.full_tier(by=("seconds",))
 @pytest.mark.parametrize(
-    ("engine", "layers"),
+    ("engine", "layers", "by"),
     [
-        ("ddp", 8),
-        ("ddp, joined", 4),  # the second computation of the others is a collective
-        ("fsdp1", 8),
-        ("fsdp2 inside", 4),  # of the others the second computation gathers weights
-        *(pytest.param(f"zero{stage}", 0 if stage == 3 else 8, marks=needs("deepspeed")) for stage in (2, 3)),
+        ("ddp", 8, "bytes"),
+        ("ddp, joined", 4, "bytes"),  # the second computation of the others is a collective
+        ("fsdp1", 8, "bytes"),
+        ("fsdp2 inside", 4, "bytes"),  # of the others the second computation gathers weights
+        *(pytest.param(f"zero{stage}", 0 if stage == 3 else 8, "bytes", marks=needs("deepspeed")) for stage in (2, 3)),
+        *((engine, layers, "seconds") for engine, layers in (("ddp", 8), ("ddp, joined", 4), ("fsdp2 inside", 4))),
     ],
 )
 def test_each_rank_switches_checkpoints_off_by_itself(
-    engine: str, layers: int, ranks: Ranks, tmp_path: pathlib.Path
+    engine: str, layers: int, by: str, ranks: Ranks, tmp_path: pathlib.Path
 ) -> None:
-    found = ranks(_both, engine, str(tmp_path), (0.6, 1.3), True)
+    """By seconds where moving costs nothing, no checkpoint is on that can be off, whatever room a rank has."""
+    found = ranks(_both, engine, str(tmp_path), (0.6, 1.3), True, STEPS * (2 if by == "seconds" else 1), by)
     for plain, fitted in found:
         assert fitted["losses"] == plain["losses"]
         assert max(fitted["peaks"]) <= fitted["budget"]
         assert fitted["layers"][0] == layers
+        assert by != "seconds" or layers in fitted["off"]
+    if by == "seconds":
+        return
     tight, wide = (fitted["layers"][1] for _, fitted in found)
     assert (0 < tight < wide) or not layers
     assert wide == layers
-
-
-@pytest.mark.full_tier
-@pytest.mark.parametrize(("engine", "layers"), [("ddp", 8), ("ddp, joined", 4), ("fsdp2 inside", 4)])
-def test_each_rank_chooses_by_its_own_seconds(engine: str, layers: int, ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    """Where moving costs nothing, no checkpoint is on that can be off, on the rank with little room either."""
-    found = ranks(_both, engine, str(tmp_path), (0.6, 1.3), True, 2 * STEPS, "seconds")
-    for plain, fitted in found:
-        assert fitted["losses"] == plain["losses"]
-        assert max(fitted["peaks"]) <= fitted["budget"]
-        assert fitted["layers"][0] == layers
-        assert layers in fitted["off"]
 
 
 def _assert_kept(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

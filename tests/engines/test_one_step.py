@@ -566,8 +566,9 @@ def test_models_of_the_same_names() -> None:
     assert models[0].weight.grad.abs().sum() > 0 == models[1].weight.grad.abs().sum()
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_scaler_that_keeps_one_optimizer_back(which: int) -> None:
+def test_a_scaler_that_keeps_one_optimizer_back(which: int, begins: bool) -> None:
     """The optimizer whose gradients are finite does not step either, in whatever order the loop steps them."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -579,6 +580,10 @@ def test_a_scaler_that_keeps_one_optimizer_back(which: int) -> None:
             losses = [part(torch.ones(1, 2)).square().sum() for part in model]
             losses[which] = losses[which] * (math.inf if bad else 1.0)
             scaler.scale(sum(losses)).backward()
+            if begins:  # before the scaler decides, as in a loop that clips by code of its own
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                watch.begin_step(scaler)
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()

@@ -22,7 +22,7 @@ from disthooks.saved.pipeline import pipeline
 from tests.support.engines import flat
 from tests.support.models import Tiny, identical, tokens
 from tests.support.ranks.harness import Ranks
-from tests.support.ranks.proof import GOOD, HOWS, Proof, prove, run, trainer, wrap
+from tests.support.ranks.proof import GOOD, HOWS, Proof, fsdp2, prove, run, trainer, wrap
 
 pytestmark = pytest.mark.dist
 
@@ -32,16 +32,7 @@ def _engine(model: nn.Module, name: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.05)
     if name == "ddp static":
         return nn.parallel.DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    options: dict = {"mesh": init_device_mesh("cpu", (2,))}
-    if name == "fsdp2 mixed":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=name != "fsdp2 keep", **options)
-    fully_shard(model, **options)
-    return model
+    return fsdp2(model, name.removeprefix("fsdp2").strip())
 
 
 def _prove(rank: int, engine: str, how: str, folder: str) -> dict[str, Proof]:

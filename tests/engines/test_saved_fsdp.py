@@ -23,6 +23,7 @@ from tests.support.ranks.proof import (
     HOWS,
     KINDS,
     alive_with_and_without,
+    fsdp2,
     prove,
     trainer,
 )
@@ -47,33 +48,8 @@ def _fsdp1(model: nn.Module, flat: bool, option: str) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=not flat, auto_wrap_policy=wrap, device_id=cpu, **options)
 
 
-def _fsdp2(model: Any, option: str, shape: tuple[int, ...] = (2,)) -> nn.Module:
-    """Blocks in a sharded model, and for ``nested`` linear layers in sharded blocks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    names = ("replicate", "shard")[-len(shape) :]
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
-    if option == "mixed":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
-    if option == "offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    reshard: bool | int = option != "keep"
-    blocks = list(model.blocks)
-    for block in blocks:
-        if option == "nested":
-            for linear in (block.qkv, block.out, block.mlp[0], block.mlp[2]):
-                fully_shard(linear, **options)
-        fully_shard(block, reshard_after_forward=2 if option == "part" else reshard, **options)
-    fully_shard(model, **options)
-    if option == "prefetch":
-        blocks[0].set_modules_to_forward_prefetch([blocks[1]])
-        blocks[1].set_modules_to_backward_prefetch([blocks[0]])
-    return model
-
-
 def _engine(model: nn.Module, engine: str, option: str = "", **more: Any) -> nn.Module:
-    return _fsdp2(model, option, **more) if engine == "fsdp2" else _fsdp1(model, engine == "fsdp1flat", option)
+    return fsdp2(model, option, **more) if engine == "fsdp2" else _fsdp1(model, engine == "fsdp1flat", option)
 
 
 def _half() -> nn.Module:

@@ -11,28 +11,10 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.errors import DisthooksError
 from tests.support.engines import loss_of, make
+from tests.support.logs import Said
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
-
-
-class Said:
-    """Notes what is done with it."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.said: list[Any] = []
-        self.fails = fails
-
-    def open(self) -> None:
-        self.said.append("open")
-        if self.fails:
-            raise OSError("disk full")
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        self.said.append(record["step"])
-
-    def close(self) -> None:
-        self.said.append("close")
 
 
 def _lives(rank: int) -> tuple[list[Any], list[Any]]:
@@ -43,7 +25,7 @@ def _lives(rank: int) -> tuple[list[Any], list[Any]]:
         loss_of(model, 0, "ddp", rank).backward()
         optimizer.step()
     try:
-        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[early, Said(fails=True)])
+        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[early, Said(fails="open")])
     except (OSError, dh.errors.AttachError) as error:
         early.said += [type(error).__name__, str(error)]
     try:
@@ -55,7 +37,10 @@ def _lives(rank: int) -> tuple[list[Any], list[Any]]:
 
 def test_the_first_rank_alone_opens_and_closes(ranks: Ranks) -> None:
     first, second = ranks(_lives)
-    assert first == (["open", 0, "close"], ["open", "close", "OSError", "disk full", "open", "close", "AttachError"])
+    assert first == (
+        ["open", 0, "close"],
+        ["open", "close", "OSError", "open: disk full", "open", "close", "AttachError"],
+    )
     whole, (kind, told, last) = second
     assert (whole, kind, last) == ([], "AttachError", "AttachError")
     assert "rank 0 could not open its sinks" in told

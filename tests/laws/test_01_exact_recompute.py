@@ -22,7 +22,7 @@ from disthooks.saved.pipeline import pipeline
 from disthooks.saved.recompute import formulas
 from disthooks.saved.recompute.formulas import Call
 from disthooks.saved.report import SavedReport
-from tests.support import zoo
+from tests.support import gated, zoo
 from tests.support.functions import SavesItsOutput
 from tests.support.models import build, identical, step
 
@@ -42,18 +42,12 @@ class RmsNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class Gated(nn.Module):
+class Gated(gated.Gated):
     """Half a Llama block: RMSNorm and SwiGLU, with a residual."""
 
     def __init__(self, width: int = 32) -> None:
-        super().__init__()
+        super().__init__(width)
         self.norm = RmsNorm(width)
-        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Post(nn.Module):

@@ -385,18 +385,14 @@ def test_a_process_whose_last_backward_failed_ends_well(where: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
 
 
-class SavesAView(torch.autograd.Function):
-    """It saves a view of its own output."""
+class SavesAView(SavesItsOutput):
+    """It saves a view of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         ctx.save_for_backward(y[1:])
         return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 2
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["under the hooks", "outside of them"])

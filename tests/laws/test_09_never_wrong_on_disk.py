@@ -219,13 +219,10 @@ def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: path
 
 
 def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(fd: int, memory: object, at: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     store, model = dh.OnDisk(tmp_path), torch.nn.Sequential(torch.nn.Linear(8, 50_000), torch.nn.Sigmoid())
     with dh.save_activations(model, "1", store):
         y = model(torch.ones(1, 8))
     store.wait()
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(os, "preadv", no_io)
     with pytest.raises(StoreError, match=r"to bring back what '1' saved: .*Input/output error"):
         y.sum().backward()

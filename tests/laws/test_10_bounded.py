@@ -28,6 +28,7 @@ from disthooks.saved.stores.disk import OnDisk
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
+from tests.support.stores.moving import chain, truth
 
 # --- A limit holds
 
@@ -178,31 +179,18 @@ def x() -> torch.Tensor:
     return torch.randn(64, 64, requires_grad=True)
 
 
-def _chain(x: torch.Tensor, n: int = 10) -> torch.Tensor:
-    for _ in range(n):
-        x = x.sin()
-    return x
-
-
-def _truth(x: torch.Tensor, n: int = 10) -> torch.Tensor:
-    z = x.detach().requires_grad_()
-    _chain(z, n).sum().backward()
-    assert z.grad is not None
-    return z.grad
-
-
 @pytest.mark.any_device
 def test_the_oldest_go_down_and_every_limit_holds(x: torch.Tensor, tmp_path: pathlib.Path) -> None:
     n = x.nbytes
     tiers = dh.Tiered(dh.OnDevice(3 * n), dh.OnCpu(2 * n), dh.OnDisk(tmp_path))
     with dh.saving(tiers, at_least=0) as saved:
-        y = _chain(x)
+        y = chain(x, 10)
         assert all(report.limit is None or report.held <= report.limit for report in tiers.report())
     tiers.wait()
     assert [report.held for report in tiers.report()] == [3 * n, 2 * n, 5 * n]
     assert tiers.report()[2].written == 5 * n
-    y.sum().backward()
-    assert torch.equal(x.grad, _truth(x))
+    y.backward()
+    assert torch.equal(x.grad, truth(x, 10))
     assert [report.held for report in tiers.report()] == [0, 0, 0]
     assert [tier.name.partition("(")[0] for tier in saved.report().tiers] == ["OnDevice", "OnCpu", "OnDisk"]
     assert tiers.report()[2].read + tiers.report()[2].from_memory == 5 * n  # the newest never went to disk
@@ -221,16 +209,16 @@ def test_a_large_one_goes_past_a_small_tier(x: torch.Tensor) -> None:
 def test_a_last_tier_that_is_full_is_an_error(x: torch.Tensor) -> None:
     tiers = dh.Tiered(dh.OnDevice(2 * x.nbytes), Copies(x.nbytes))
     with dh.saving(tiers, at_least=0) as saved, pytest.raises(StoreError, match="last tier is full") as caught:
-        _chain(x)
+        chain(x, 10)
     assert (caught.value.wanted, caught.value.free) == (x.nbytes, 0)
     del caught
     gc.collect()
     assert saved.report().held == 0
     assert [store.budget.held for store in tiers.stores] == [0, 0]
     with dh.saving(tiers, at_least=0):
-        y = _chain(x, 3)
-    y.sum().backward()
-    assert torch.equal(x.grad, _truth(x, 3))
+        y = chain(x, 3)
+    y.backward()
+    assert torch.equal(x.grad, truth(x, 3))
 
 
 @pytest.mark.any_device
@@ -248,11 +236,11 @@ def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path)
         for _ in range(3):
             x.grad = None
             with dh.saving(tiers, at_least=0):
-                y = _chain(x, 20)
+                y = chain(x, 20)
                 assert tiers.stores[1].budget.held > 0
             assert tiers.report()[0].held > 0
-            y.sum().backward()
-            assert torch.equal(x.grad, _truth(x, 20))
+            y.backward()
+            assert torch.equal(x.grad, truth(x, 20))
             del y
             assert [store.budget.held for store in tiers.stores] == [0, 0]
     finally:

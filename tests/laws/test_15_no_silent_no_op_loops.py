@@ -159,27 +159,21 @@ def _truth(loop: str, way: str, spoilt: int = -1) -> dict[str, Any]:
     }
 
 
+CASES = [(loop, way, -1) for loop in LOOPS for way in ("clip", "begin")]
+CASES += [(loop, "clip", 2) for loop in ("clip_before_backward", "clip_between_backwards")]
+
+
 @pytest.mark.first_tier
-@pytest.mark.parametrize("way", ["clip", "begin"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_rule_acts_on_the_gradients_of_the_step(ranks: Ranks, loop: str, way: str) -> None:
-    truth = _truth(loop, way)
+@pytest.mark.parametrize(("loop", "way", "spoilt"), CASES)
+def test_a_rule_acts_on_the_gradients_of_the_step(ranks: Ranks, loop: str, way: str, spoilt: int) -> None:
+    """A NaN of the last backward of the step ``spoilt`` does not enter the weights."""
+    truth = _truth(loop, way, spoilt)
+    assert spoilt < 0 or truth["skipped"] == [spoilt]
     for engine in ENGINES if loop != "clip_between_backwards" else ("plain", "fsdp2"):
-        for found in ranks(_run, engine, loop, way) if engine != "plain" else [_run(0, engine, loop, way)]:
+        given = (engine, loop, way, spoilt)
+        for found in ranks(_run, *given) if engine != "plain" else [_run(0, *given)]:
             wrong = [key for key, value in found.items() if not close(value, truth[key], 1e-9)]
             assert not wrong, (engine, {key: (found[key], truth[key]) for key in wrong if key != "weights"})
-
-
-@pytest.mark.first_tier
-@pytest.mark.parametrize("loop", ["clip_before_backward", "clip_between_backwards"])
-def test_a_nan_of_the_last_backward_does_not_enter_the_weights(ranks: Ranks, loop: str) -> None:
-    truth = _truth(loop, "clip", spoilt=2)
-    for engine in ENGINES if loop != "clip_between_backwards" else ("plain", "fsdp2"):
-        given = (engine, loop, "clip", 2)
-        for found in ranks(_run, *given) if engine != "plain" else [_run(0, *given)]:
-            assert truth["skipped"] == [2]
-            wrong = [key for key, value in found.items() if not close(value, truth[key], 1e-9)]
-            assert not wrong, (engine, wrong)
 
 
 def _unreduced(rank: int, way: str) -> str:

@@ -165,16 +165,6 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def press(self, key: str) -> None:
-        """Press and release a key, such as "Enter", "ArrowDown" or "u"."""
-        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else None)
-        code = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(
-            key, 0
-        )
-        more = {} if text is None else {"text": text}
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **more)
-
     def type(self, text: str) -> None:
         """Write text into what has the focus."""
         self.call("Input.insertText", text=text)

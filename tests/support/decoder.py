@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.oracle import LivingStorages
 
 HEADS, HEAD = 4, 6
 
@@ -68,40 +69,22 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class Live(TorchDispatchMode):
-    """The bytes of the storages that operators have made and that are alive, and the most there were at a time."""
+class Live(LivingStorages):
+    """The living storages of an engine, on real ranks and in a fake world."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.peak = self.paused = 0
-        self._sizes: dict[int, int] = {}
+        self.paused = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it has a storage of the size of the whole and no memory, and runs on local tensors
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            # Under gloo the operator `split` is the first that has gloo's own copy of what a collective sends.
-            is_counted = not self.paused and func is not torch.ops.aten.split.Tensor
-            if isinstance(each, torch.Tensor) and is_counted and each.device.type != "meta":
-                self.see(getattr(each, "elem", each).untyped_storage())  # a result that is waited for later has it
+        # Under gloo the operator `split` is the first that has gloo's own copy of what a collective sends.
+        if not self.paused and func is not torch.ops.aten.split.Tensor:
+            tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            self._see([each for each in tensors if each.device.type != "meta"])
         return result
-
-    def see(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, or that its size is another one now."""
-        key = storage._cdata
-        if key not in self._sizes:
-            weakref.finalize(storage, self._gone, key)
-            self._sizes[key] = 0
-        self._add(storage.nbytes() - self._sizes[key])
-        self._sizes[key] = storage.nbytes()
-
-    def _gone(self, key: int) -> None:
-        self._add(-self._sizes.pop(key))
-
-    def _add(self, count: int) -> None:
-        self.bytes += count
-        self.peak = max(self.peak, self.bytes)
 
     def resizing(self) -> Callable[..., Any]:
         """A stand-in for ``UntypedStorage.resize_``, which is no operator."""
@@ -110,40 +93,11 @@ class Live(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = true(storage, size)
             if storage._cdata in self._sizes:
-                self.see(storage)
+                self._change(storage._cdata, storage.nbytes())
             return result
 
         return resize_
 
     def __iter__(self) -> Iterator[int]:
         yield from (self.bytes, self.peak)
-        self.peak = self.bytes
-
-
-class Saved:
-    """The bytes of the storages that autograd saves, without those of the model's parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def __enter__(self) -> Saved:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-        weights = [getattr(weight, "_local_tensor", weight) for weight in self.model.parameters()]
-        if local.untyped_storage()._cdata not in {weight.untyped_storage()._cdata for weight in weights}:
-            self.storages[local.untyped_storage()._cdata] = local.untyped_storage()
-        return tensor
-
-    def take(self) -> int:
-        """Their bytes until now; then it begins anew."""
-        found = sum(storage.nbytes() for storage in self.storages.values())
-        self.storages.clear()
-        return found
+        self.begin()

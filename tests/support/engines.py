@@ -106,7 +106,6 @@ STRATEGIES = {
     "op": "SHARD_GRAD_OP",
     "none": "NO_SHARD",
     "hybrid": "HYBRID_SHARD",
-    "hybrid2": "_HYBRID_SHARD_ZERO2",
 }
 
 

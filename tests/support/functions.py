@@ -14,7 +14,7 @@ class Made(nn.Module):
 
     def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
         super().__init__()
-        self.function, self.parts = function, nn.ModuleList(parts)
+        self.function, self.parts = function, nn.ModuleList(parts) if parts else ()
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.function(*self.parts, *inputs)

@@ -16,6 +16,29 @@ def measured(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if "loop/" not in name}
 
 
+class Said:
+    """A sink of one's own that notes what is done with it."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.said: list[Any] = []
+        self.fails = fails
+
+    def _note(self, what: Any, name: str) -> None:
+        self.said.append(what)
+        if self.fails == name:
+            raise OSError(f"{name}: disk full")
+
+    def open(self) -> str:
+        self._note("open", "open")
+        return "is not called"
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        self._note(record["step"], "call")
+
+    def close(self) -> None:
+        self._note("close", "close")
+
+
 def log(file: pathlib.Path, steps: int, layers: int, ranks: int = 2, evil: str = "", every: int = 1) -> pathlib.Path:
     """A log of ``stats.full()``: ``layers`` parameters and modules, with a NaN and a spike in the last quarter.
 

@@ -26,9 +26,12 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        y = self.attend(q, k, v).transpose(1, 2).flatten(2)
         x = x + F.dropout(self.out(y), 0.1, self.training)
         return x + self.mlp(self.norm2(x))
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Tiny(nn.Module):

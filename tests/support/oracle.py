@@ -184,7 +184,8 @@ def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
 def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors in a wrapper, such as a jagged tensor, and in a sparse tensor."""
     if is_traceable_wrapper_subclass(tensor):
-        return [part for name in tensor.__tensor_flatten__()[0] for part in _inside(getattr(tensor, name))]
+        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor has its mesh there
+        return [part for each in inside if isinstance(each, torch.Tensor) for part in _inside(each)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._values(), tensor._indices()]
     return [tensor]

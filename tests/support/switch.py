@@ -24,17 +24,14 @@ KIND = os.environ.get("DISTHOOKS_DEVICE", "cpu")
 #: The files with tests that are marked any_device.
 FILES = sorted(path.name for path in LAWS.glob("test_*.py") if "pytest.mark.any_device" in path.read_text())
 _NARROW = "of the CPU's autocast; tests/gpu/test_saved_gpu.py has a GPU's, whose proof is read a forward later"
-_THREADS = "its threads make tensors of the CPU: a default device is this thread's alone"
 #: Tests that are of the CPU alone, by the beginning of their name, and why.
 EXCEPT = {
-    "test_threads_share_the_tiers": _THREADS,
     "test_training_in_lower_precision_": _NARROW,
     "test_an_autocast_copy_": _NARROW,
     "test_a_copy_": _NARROW,
     "test_a_weight_that_changed_uncounted_": _NARROW,
     "test_a_stale_copy_": _NARROW,
     "test_a_replicas_copy_": _NARROW,
-    "test_what_torch_keeps_of_a_failed_backward": "the thread that autograd has for a device keeps nothing",
 }
 if KIND == "sim":
     EXCEPT |= {

@@ -17,19 +17,9 @@ import disthooks as dh
 from disthooks import stats
 from disthooks._registry import own_kinds
 from disthooks.errors import NotSeenError, UsageError
+from tests.support.functions import Made
 
 LENGTHS = torch.tensor([5, 3, 2])
-
-
-class Made(nn.Module):
-    """A layer whose forward is a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 class Recurrent(nn.Module):

@@ -14,26 +14,21 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from tests.support.engines import flat, is_fsdp1, sharded, unsynced, where, whole
-from tests.support.engines import gathered as gathered_flat
+from tests.support.engines import Net, flat, grads_of, sharded, unsynced, where
 
 Micro = tuple[torch.Tensor, bool]  # data, and whether the branch is taken
 ROWS = 4  # of the batch, a rank
 SITUATIONS = ["step", "accumulated", "no_sync", "frozen", "tied", "groups", "subset"]
 
 
-class Model(nn.Module):
-    """Sizes that do not divide, a parameter of one row, a weight that is used without its module, a branch that the
-    first share of the batch alone takes, and if asked for a weight with two names."""
+class Model(Net):
+    """Beside what ``Net`` has, a branch that the first share of the batch alone takes, and if asked for a weight with
+    two names."""
 
     def __init__(self, situation: str) -> None:
         super().__init__()
-        self.embed = nn.Linear(6, 7)
-        self.mid = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.GELU())
-        self.scale = nn.Parameter(torch.full((1, 5), 1.5))
         self.side = nn.Linear(5, 5)
         self.twice = nn.Linear(5, 5, bias=False)
-        self.head = nn.Linear(5, 3, bias=False)
         if situation == "tied":
             self.twice.weight = self.side.weight
         if situation == "frozen":
@@ -203,13 +198,5 @@ def run(
         with dh.gradients(model, optimizer, rules=rules, stats=stats, every=1, groups={"mid": "mid.*"}) as watch:
             backward(model, work, situation)
             optimizer.step()
-        found[name] = watch.latest, gathered(model)
+        found[name] = watch.latest, grads_of(model)
     return found
-
-
-def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All of every gradient, by the names of the user's own model."""
-    if is_fsdp1(model):
-        return gathered_flat(model)
-    inner = getattr(model, "module", model)
-    return {name: whole(p.grad) for name, p in inner.named_parameters() if p.grad is not None}

@@ -1,13 +1,13 @@
-"""A modelled clock: an accelerator, its link and a disk as numbers, on which a tape of saved tensors is replayed.
+"""A modelled clock: an accelerator and its link as numbers, on which a tape of saved tensors is replayed.
 
 The simulated accelerator beside this file (``simulated.py``) has real bytes, and says whether numbers are right. This
 model has no bytes at all, and says how long a step takes: a step of a model that saves 45 GB is replayed in
 milliseconds. It is deterministic, and its unit of time is a modelled second.
 
 A :class:`Machine` has streams, each of which does its items in order. An item begins when the host has issued it, when
-the stream is free and when the events that it waits for have come. The streams are the computation, the two directions
-of the link, and the two of the disk. Because a stream is in order, the time of an item is known when it is issued, so
-there is no queue of events.
+the stream is free and when the events that it waits for have come. The streams are the computation and the two
+directions of the link. Because a stream is in order, the time of an item is known when it is issued, so there is no
+queue of events.
 
 A :class:`Tape` says what a step runs, saves, reads and drops, in its order. :func:`replay` gives a tape to a
 :class:`Policy`, which decides what is sent where, and returns a :class:`Result`.
@@ -32,7 +32,6 @@ class Rates:
     Attributes:
         device: bytes a second that an operator reads and writes in device memory.
         to_host, to_device: bytes a second of the link; the directions do not slow each other down.
-        disk_write, disk_read: bytes a second.
         flops: floating point operations a second of a matrix product.
         copy_s: seconds that each copy takes besides its bytes.
         host_operator_s: seconds of the host for each operator of a tape that says how many it has.
@@ -42,8 +41,6 @@ class Rates:
     device: float = 4.3e12
     to_host: float = 53e9
     to_device: float = 53e9
-    disk_write: float = 3e9
-    disk_read: float = 6e9
     flops: float = 400e12
     copy_s: float = 10e-6
     host_operator_s: float = 0.0
@@ -65,11 +62,11 @@ class Event:
 class Stream:
     """Items that are done one after another, in seconds."""
 
-    name: str
     now: float = 0.0  # when the last item is done
     busy: float = 0.0
     stalled: float = 0.0  # while it waits for events of other streams
     spans: list[tuple[float, float]] = field(default_factory=list)  # begin and end; adjoining items are one span
+    copied: list[int] = field(default_factory=list)  # bytes of each copy
 
     def run(self, seconds: float, issued: float, after: Sequence[Event] = ()) -> Event:
         """Do an item of so many ``seconds``, which the host issued at ``issued``, after the events ``after``."""
@@ -123,10 +120,8 @@ class Machine:
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = rates or Rates()
         self.host = 0.0  # seconds, how far the host has come
-        self.compute, self.out, self.back = Stream("compute"), Stream("to host"), Stream("to device")
-        self.disk_out, self.disk_in = Stream("to disk"), Stream("from disk")
+        self.compute, self.out, self.back = Stream(), Stream(), Stream()
         self.memory, self.host_memory = Memory(), Memory()
-        self.moved: dict[str, int] = {}  # bytes by the name of the stream that copied them
 
     def run(self, stream: Stream, seconds: float, *after: Event) -> Event:
         """Give ``stream`` an item; the host does not wait."""
@@ -148,16 +143,8 @@ class Machine:
         """Copy ``nbytes`` to device memory."""
         return self._copy(self.back, nbytes, self.rates.to_device, after)
 
-    def to_disk(self, nbytes: int, *after: Event) -> Event:
-        """Write ``nbytes`` of host memory."""
-        return self._copy(self.disk_out, nbytes, self.rates.disk_write, after)
-
-    def from_disk(self, nbytes: int, *after: Event) -> Event:
-        """Read ``nbytes`` into host memory."""
-        return self._copy(self.disk_in, nbytes, self.rates.disk_read, after)
-
     def _copy(self, stream: Stream, nbytes: int, speed: float, after: Sequence[Event]) -> Event:
-        self.moved[stream.name] = self.moved.get(stream.name, 0) + nbytes
+        stream.copied.append(nbytes)
         # Another thread gives copies to the streams, so they do not wait until the computing thread comes to them.
         return stream.run(self.rates.copy_s + nbytes / speed, 0.0, after)
 
@@ -284,7 +271,6 @@ class Policy:
     A policy sees the host's order of calls. It never asks what comes later, unless it was given the tape.
     """
 
-    name = "nothing"
     is_store = False  # whether the host works for each storage that is put or read
 
     def begin(self, machine: Machine) -> None:
@@ -305,34 +291,29 @@ class Policy:
 
     # -- what policies are made of
 
-    def send(self, blocks: Sequence[Block]) -> Event:
-        """Copy ``blocks`` to the host, in one copy, after all that was computed; their memory is then free."""
+    def send(self, block: Block, ready: Event) -> Event:
+        """Copy ``block`` to the host after ``ready``; the time at which it is there."""
         machine = self.machine
-        event = machine.to_host(sum(block.nbytes for block in blocks), machine.compute.record())
-        for block in blocks:
-            block.sent = event
-            machine.host_memory.allocate(block.nbytes, event.time - block.nbytes / machine.rates.to_host)
-            if block.saved.is_whole and block.in_forward:
-                continue  # forward reads it still: it is freed by `release`
-            self.free(block, event.time)
+        event = machine.to_host(block.nbytes, ready)
+        machine.host_memory.allocate(block.nbytes, event.time - block.nbytes / machine.rates.to_host)
         return event
 
-    def bring(self, blocks: Sequence[Block]) -> Event:
-        """Copy ``blocks`` back, in one copy; it begins when the computation has come here, and takes memory then."""
+    def bring(self, block: Block) -> None:
+        """Copy ``block`` back; the copy begins when the computation has come here, and takes memory then."""
         machine = self.machine
-        sent = [block.sent for block in blocks if block.sent is not None]
-        event = machine.to_device(sum(block.nbytes for block in blocks), machine.compute.record(), *sent)
-        began = (
-            machine.back.now - machine.rates.copy_s - sum(block.nbytes for block in blocks) / machine.rates.to_device
-        )
-        for block in blocks:
-            block.brought = event
-            if block.sent is not None:
-                machine.host_memory.free(block.nbytes, event.time)
-            if not block.is_resident:
-                block.is_resident = True
-                machine.memory.allocate(block.nbytes, began)
-        return event
+        assert block.sent is not None
+        block.brought = machine.to_device(block.nbytes, machine.compute.record(), block.sent)
+        machine.host_memory.free(block.nbytes, block.brought.time)
+        if not block.is_resident:
+            block.is_resident = True
+            began = block.brought.time - machine.rates.copy_s - block.nbytes / machine.rates.to_device
+            machine.memory.allocate(block.nbytes, began)
+
+    def give_back(self, block: Block, sent: Event, at: float) -> None:
+        """``block`` is in host memory at ``sent``; its device memory is free at the second ``at``."""
+        block.sent = sent
+        if not (block.saved.is_whole and block.in_forward):  # `release` frees what forward reads still
+            self.free(block, at)
 
     def free(self, block: Block, at: float) -> None:
         """The device memory of ``block`` is given back at the second ``at``."""
@@ -353,8 +334,7 @@ class Result:
         host_peak: most bytes of saved storages in host memory.
         host_s: seconds in which the host works.
         held: bytes of saved storages on the device when backward begins.
-        sent, brought: bytes over the link.
-        written, read: bytes to a disk and from it.
+        sent: bytes over the link to the host.
         link_out, link_back: the share of forward in which the link sends, and of backward in which it brings.
     """
 
@@ -367,9 +347,6 @@ class Result:
     host_s: float
     held: int
     sent: int
-    brought: int
-    written: int
-    read: int
     link_out: float
     link_back: float
 
@@ -480,10 +457,7 @@ class _Replay:
             host_peak=machine.host_memory.peak,
             host_s=self.host_s,
             held=self.held,
-            sent=machine.moved.get(machine.out.name, 0),
-            brought=machine.moved.get(machine.back.name, 0),
-            written=machine.moved.get(machine.disk_out.name, 0),
-            read=machine.moved.get(machine.disk_in.name, 0),
+            sent=sum(machine.out.copied),
             link_out=machine.out.busy_within(0.0, self.forward_s) / max(self.forward_s, 1e-30),
             link_back=machine.back.busy_within(self.forward_s, end) / max(backward, 1e-30),
         )

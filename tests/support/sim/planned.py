@@ -43,7 +43,6 @@ class PlannedTiered(Policy):
         limit: bytes of saved tensors on the device; those on their way count.
     """
 
-    name = "Tiered"
     is_store = True
 
     def __init__(self, limit: int) -> None:
@@ -118,11 +117,9 @@ class PlannedTiered(Policy):
             self._leave(entry)
 
     def _launch(self, entry: _Entry) -> None:
-        machine, nbytes = self.machine, entry.block.nbytes
-        entry.sent = machine.to_host(nbytes, entry.ready)
-        machine.host_memory.allocate(nbytes, entry.sent.time - nbytes / machine.rates.to_host)
+        entry.sent = self.send(entry.block, entry.ready)
         if entry.leaves:
-            self._give_back(entry, entry.sent.time)
+            self.give_back(entry.block, entry.sent, entry.sent.time)
 
     def _make_room(self) -> None:
         """Wait until the storages on the device are within the limit."""
@@ -133,16 +130,9 @@ class PlannedTiered(Policy):
             self.machine.wait_event(self.machine.compute, entry.sent)
             self.machine.synchronize(entry.sent)
             if not entry.leaves:
-                self._give_back(entry, self.machine.compute.now)
+                self.give_back(entry.block, entry.sent, self.machine.compute.now)
             self._leave(entry)
             self._launch_due()
-
-    def _give_back(self, entry: _Entry, at: float) -> None:
-        """The device memory of ``entry`` is free at the second ``at``."""
-        block = entry.block
-        block.sent = entry.sent
-        if not (block.saved.is_whole and block.in_forward):  # `release` frees what forward reads still
-            self.free(block, at)
 
     def _leave(self, entry: _Entry) -> None:
         """``entry`` is not on the device any more, for the limit."""
@@ -184,16 +174,14 @@ class PlannedTiered(Policy):
             self._bring(self._back.pop())
 
     def _bring(self, entry: _Entry) -> None:
-        machine, block, at = self.machine, entry.block, entry.sent
-        assert at is not None
-        if not block.is_dropped:
-            at = machine.to_device(block.nbytes, machine.compute.record(), at)
-            block.brought, block.is_resident = at, True
-            begin = at.time - machine.rates.copy_s - block.nbytes / machine.rates.to_device
-            machine.memory.allocate(block.nbytes, begin)
-            self._uncount(block)
-            self._count(block)
-        machine.host_memory.free(block.nbytes, at.time)
+        block = entry.block
+        if block.is_dropped:
+            assert entry.sent is not None
+            self.machine.host_memory.free(block.nbytes, entry.sent.time)
+            return
+        self.bring(block)
+        self._uncount(block)
+        self._count(block)
 
     def get(self, block: Block) -> None:
         self._reads.append(self._order.index(block))

@@ -15,7 +15,6 @@ class EverythingOut(Policy):
     Of the tensors on the device at most ``in_flight`` bytes are sent or were brought ahead; one tensor may be larger.
     """
 
-    name = "OnCpu"
     is_store = True
 
     def __init__(self, in_flight: int = 512 * MIB) -> None:
@@ -34,7 +33,8 @@ class EverythingOut(Policy):
         self._order.append(block)
         while self._held() + block.nbytes > self.most and self._flying:
             self.machine.wait_event(self.machine.compute, _sent(self._flying.popleft()))
-        self.send([block])
+        event = self.send(block, self.machine.compute.record())
+        self.give_back(block, event, event.time)
         self._flying.append(block)
 
     def _held(self) -> int:
@@ -50,12 +50,12 @@ class EverythingOut(Policy):
                 continue
             if self._held() + block.nbytes > self.most:
                 return
-            self.bring([block])
+            self.bring(block)
             self._ahead[block.number] = block
 
     def get(self, block: Block) -> None:
         if block.sent is not None and block.brought is None:
-            self.bring([block])
+            self.bring(block)
         self._ahead.pop(block.number, None)
 
     def drop(self, block: Block) -> None:

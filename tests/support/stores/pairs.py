@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.saved.pipeline import pipeline
+from tests.support.functions import Made
 
 LINES: dict[str, Callable[[object], object]] = {
     "disk": lambda folder: pipeline(dh.OnDisk(folder), at_least=0),
@@ -19,17 +19,6 @@ LINES: dict[str, Callable[[object], object]] = {
     "functions": lambda folder: dh.Functions(lambda t: t.detach().clone(), lambda t: t),
 }
 PAIRS = [f"{store}, {way}" for store in LINES for way in ("saving", "SaveWith")]
-
-
-class Call(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 class Pair:
@@ -56,7 +45,7 @@ class Pair:
 def run(line: Any, way: str, function: Callable[..., Any], *args: Any, reports: list | None = None) -> Any:
     """``function(*args)`` with the hooks of ``line`` on; none are left afterwards."""
     before = top_hooks(True)
-    hooks = dh.saving(line) if way == "saving" else dh.SaveWith(Call(function), line)
+    hooks = dh.saving(line) if way == "saving" else dh.SaveWith(Made(function), line)
     if reports is not None:
         reports.append(hooks.report)
     try:

@@ -88,23 +88,6 @@ def test_rules_work_in_steps_that_are_not_logged() -> None:
 # --- silent no-ops
 
 
-def test_on_gradient_acts_when_the_closure_is_done() -> None:
-    model, _ = _linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.weight.detach().clone()
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).square().sum()
-        loss.backward()
-        return loss
-
-    with dh.on_gradient(model, "weight", torch.ones_like) as hook:
-        optimizer.step(closure)
-    assert hook.report() == {"weight": 1}
-    torch.testing.assert_close(model.weight.detach(), before - 0.1)
-
-
 def test_on_gradient_refuses_scaled_gradients() -> None:
     model, _ = _linear()
     optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -117,21 +100,6 @@ def test_only_within_only_that_share_no_parameter() -> None:
     model, optimizer = _linear(bias=True)
     with pytest.raises(DisthooksError):
         dh.gradients(model, optimizer, rules=[dh.only("weight", dh.only("bias", dh.ClipNorm(1e-3)))])
-
-
-@pytest.mark.parametrize("at", ["final", "local"])
-def test_a_parameter_that_was_unfrozen_later(at: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.on_gradient(model, "*", torch.zeros_like, at):
-        model[0].requires_grad_(True)
-        try:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        except DisthooksError:
-            return
-    assert float(model[0].bias.grad.abs().sum()) == 0.0
 
 
 # --- what the docs promise

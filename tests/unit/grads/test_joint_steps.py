@@ -59,17 +59,6 @@ def test_one_that_does_not_step_and_nobody_said_so_is_an_error(attached: dict[st
         assert float(model[0].detach()) == before
 
 
-def test_a_frozen_optimizer_need_not_step() -> None:
-    model, optimizers = two()
-    model[1].requires_grad_(False)
-    with dh.gradients(model, optimizers, rules=[dh.ClipNorm(1.0)]):
-        for _ in range(3):
-            model[0].grad = None
-            (3 * model[0]).backward()
-            optimizers[0].step()
-            assert float(model[0].grad) == pytest.approx(1.0)
-
-
 def test_a_loop_that_clips_beside_a_frozen_optimizer_is_measured_before_it_clips() -> None:
     model, optimizers = two()
     model[1].requires_grad_(False)
@@ -137,27 +126,6 @@ def test_under_a_scaler_the_one_that_does_not_step_is_found_too(which: int) -> N
                 continue
             with pytest.raises(UsageError, match=f"number {1 - which}\\) did not step"):
                 scaler.step(optimizers[which])
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_one_that_a_scaler_keeps_back_is_no_error(which: int) -> None:
-    """The step was begun before the scaler decided, as in a loop that clips by code of its own."""
-    model, optimizers = two()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with dh.gradients(model, optimizers, rules=[dh.ClipNorm(1.0)]) as watch:
-        for step in range(3):
-            losses = [3 * model[0], 4 * model[1]]
-            losses[which] = losses[which] * (math.inf if step == 1 else 1.0)
-            scaler.scale(sum(losses)).backward()
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            watch.begin_step(scaler)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        assert watch.steps == 3
 
 
 # --- optimizers that step inside backward

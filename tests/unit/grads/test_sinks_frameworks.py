@@ -20,6 +20,7 @@ import disthooks as dh
 from disthooks import sinks
 from disthooks.errors import UsageError
 from tests.support import needs
+from tests.support.accelerated import tracker
 from tests.support.logs import measured
 
 BAD_AT = [{"param": f"p{i}", "count": 1, "rank": i} for i in range(6)]
@@ -335,13 +336,7 @@ def test_accelerate_gives_them_to_its_trackers(tmp_path: pathlib.Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     got: list[tuple[dict[str, Any], int | None]] = []
 
-    class Tracker(accelerate.tracking.GeneralTracker):
-        name, requires_logging_directory, tracker = "list", False, None
-
-        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            got.append((values, step))
-
-    accelerator = accelerate.Accelerator(log_with=[Tracker()], cpu=True)
+    accelerator = accelerate.Accelerator(log_with=[tracker(got)], cpu=True)
     sink = sinks.AccelerateTracker(accelerator, prefix="train/")
     with pytest.raises(UsageError, match="has no trackers, so nothing would be logged"):
         _train(sink)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import pickle
 import subprocess
@@ -17,29 +18,7 @@ import disthooks as dh
 from disthooks import sinks
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
-
-
-class Said:
-    """A sink of one's own that notes what is done with it."""
-
-    def __init__(self, fails: str = "") -> None:
-        self.said: list[Any] = []
-        self.fails = fails
-
-    def _note(self, what: Any, name: str) -> None:
-        self.said.append(what)
-        if self.fails == name:
-            raise OSError(f"{name}: disk full")
-
-    def open(self) -> str:
-        self._note("open", "open")
-        return "is not called"
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        self._note(record["step"], "call")
-
-    def close(self) -> None:
-        self._note("close", "close")
+from tests.support.logs import Said
 
 
 def _attach(*targets: Any) -> tuple[Gradients, Any]:
@@ -54,28 +33,17 @@ def _attach(*targets: Any) -> tuple[Gradients, Any]:
     return watch, step
 
 
-def test_closed_once_after_the_last_record() -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_closed_once_after_the_last_record_also_when_the_block_raises(raises: bool) -> None:
     sink = Said()
     watch, step = _attach(sink)
-    with watch:
+    with contextlib.suppress(KeyboardInterrupt), watch:
         step()
         step()
+        if raises:
+            raise KeyboardInterrupt
     watch.remove()
     assert sink.said == ["open", 0, 1, "close"]
-
-
-def test_closed_when_the_block_raises() -> None:
-    sink = Said()
-    watch, step = _attach(sink)
-
-    def interrupted() -> None:
-        with watch:
-            step()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert sink.said == ["open", 0, "close"]
 
 
 def test_one_that_is_given_twice_is_closed_once() -> None:

@@ -29,6 +29,7 @@ from disthooks.saved.pipeline import pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Store
 from tests.support import zoo
+from tests.support.models import Block
 from tests.support.nets import BasicBlock, CheckpointedStack, LanguageModel, residual_network
 
 #: Every figure of a report that does not depend on time, nor on the bits of tensors.
@@ -37,25 +38,6 @@ FIGURES = [
     for field in dataclasses.fields(SavedReport)
     if "seconds" not in field.name and field.name not in ("errors", "unreturned", "tiers", "sites")
 ]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        attended = self.attend(*heads)
-        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Decoder(nn.Module):

@@ -31,29 +31,6 @@ def test_a_graph_that_the_forward_drops_does_not_count() -> None:
     assert explain(Drops(), torch.ones(8, requires_grad=True), device="cpu").saved_bytes == 0
 
 
-def test_the_copies_that_autocast_makes_of_weights_are_known() -> None:
-    said = explain(nn.Linear(32, 16, bias=False), torch.ones(4, 32, requires_grad=True), device="cpu", autocast="bf16")
-    assert said.weight_copies == 32 * 16 * 2
-    assert said.saved_bytes == 32 * 16 * 2 + 4 * 32 * 2
-
-
-def test_frozen_weights_beside_small_trained_ones_save_what_the_small_ones_need() -> None:
-    class Lora(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.down = nn.Linear(64, 64), nn.Linear(64, 2, bias=False)
-            self.up = nn.Linear(2, 64, bias=False)
-            self.base.requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    said = explain(Lora(), torch.ones(8, 64), device="cpu")
-    assert {row.name: row.own for row in said.modules if row.own} == {"down": 8 * 64 * 4, "up": 8 * 2 * 4}
-    gradients = sum(each.nbytes for each in said.record.allocations if each.operator and each.category == "gradients")
-    assert gradients == 2 * 64 * 2 * 4
-
-
 def test_batch_and_length_are_set_in_the_inputs_or_in_the_function() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
     tokens = torch.zeros(2, 8, dtype=torch.int64)

@@ -21,7 +21,7 @@ import disthooks as dh
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.report.watch.blame import Blamed
 from tests.support.functions import Made
-from tests.support.replicas import data_parallel, replicate
+from tests.support.replicas import replicate
 from tests.support.threads import together
 
 
@@ -140,15 +140,6 @@ def test_weights_are_looked_at_in_every_forward() -> None:
         model.head.bias.data.fill_(math.nan)  # which is not counted as a change
         model(torch.ones(4, 3))
     assert only(found) == Blamed(0, 1, "head", "Linear", 0, True, False, "head")
-
-
-def test_forwards_of_data_parallel_are_its_own() -> None:
-    model = data_parallel(Net())
-    with dh.blame(model) as found:
-        model(torch.ones(4, 3))
-        model(torch.full((4, 3), math.nan))
-    assert found.forwards == 2
-    assert only(found).forward == 1
 
 
 def test_the_call_that_made_it_is_counted_in_its_forward() -> None:

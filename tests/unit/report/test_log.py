@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 import random
@@ -57,17 +56,6 @@ def test_a_run_that_is_killed_at_any_byte_loses_a_line_at_most(tmp_path: pathlib
         assert steps[:written] == list(range(written))
         assert len(steps) - written in (0, 1)  # the last line may lack its end alone
         assert found.half == (len(steps) == written and whole[cut - 1] != ord("\n"))
-
-
-def test_a_log_of_version_one_is_read(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "old.jsonl"
-    names = ["a.weight", "b/param/c"]
-    lines = [{"step": i, **{f"grad_norm/param/{n}": i + j for j, n in enumerate(names)}} for i in range(3)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = read(file).runs
-    assert run.names["param"] == names
-    values = values_of(run, "param", "grad_norm")
-    assert values.tolist() == [[0, 1], [1, 2], [2, 3]]
 
 
 def test_the_log_of_a_folder_is_found(tmp_path: pathlib.Path) -> None:
