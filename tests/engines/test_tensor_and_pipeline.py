@@ -79,7 +79,7 @@ class Parts(NamedTuple):
 GOOD = {kind: Parts(True, True, 0, 0) for kind in KINDS}
 
 
-_wrap = SavedTensorHooks._wrap
+_make = SavedTensorHooks.make
 
 
 def _storage(tensor: Any) -> int:
@@ -103,14 +103,12 @@ def _prove(make: Any, engine: Any, train: Train, how: str, folder: str) -> dict[
                     part.register_forward_pre_hook(note)
             return model
 
-        def wrap(
-            hooks: Any, decision: Any, part: Any, *more: Any, weights: set[int] = weights, stored: set[int] = stored
-        ) -> Any:
-            if not decision.reason and _storage(part) in weights:  # with a reason it is kept
-                stored.add(_storage(part))
-            return _wrap(hooks, decision, part, *more)
+        def noted(hooks: Any, saved: Any, decision: Any, weights: set[int] = weights, stored: set[int] = stored) -> Any:
+            if not decision.reason and _storage(saved.part) in weights:  # with a reason it is kept
+                stored.add(_storage(saved.part))
+            return _make(hooks, saved, decision)
 
-        with mock.patch.object(SavedTensorHooks, "_wrap", wrap):
+        with mock.patch.object(SavedTensorHooks, "make", noted):
             results, report = run(make, taken, train, how, line)
         back = report.loaded + report.kept_by.get("in place", 0) > 100_000
         found[kind] = Parts(identical(results, truth.numbers), back, report.held, len(stored))

@@ -23,7 +23,7 @@ from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats.base import Local, LocalStats
 from disthooks.grads.stats.norms import Power, norm_label
 from tests.support import needs
-from tests.support.engines import ENGINES, FIRST, close, grads_of, loss_of, make, train, whole
+from tests.support.engines import ENGINES, FIRST, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
 from tests.support.optimizers import small
 from tests.support.ranks.harness import Ranks
 from tests.support.rounding import drawn, within
@@ -269,6 +269,42 @@ def test_the_last_of_each_of_these_rules_changes_something() -> None:
     assert close(_truths()["norm not reached"][1], without["norm not reached"], 0.0)
     changed = [name for name in RULES if not close(_truths()[name][1], without[name], 1e-3)]
     assert changed == [name for name in RULES if name != "norm not reached"]
+
+
+def _ruled_by_norm(rank: int, engine: str) -> Any:
+    return train(rank, engine, RULES["norm"])
+
+
+def _beside(rank: int, engine: str) -> Any:
+    """A plain parameter beside DTensors, whose gradient the user averages."""
+    model = make("plain")
+    sharded(model, ignored_params={model.scale})
+    assert not hasattr(model.scale, "placements")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+    records = []
+    with dh.gradients(model, optimizer, rules=RULES["norm"], every=1) as watch:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, "fsdp2", rank).backward()
+            torch.distributed.all_reduce(model.scale.grad)
+            model.scale.grad /= 2
+            optimizer.step()
+            watch.flush()
+            records.append(dict(watch.latest))
+    return records, grads_of(model)
+
+
+@pytest.mark.full_tier(engine=tuple(f"{mode}{name}" for mode in ("fsdp1", "fsdp1flat") for name in STRATEGIES))
+@pytest.mark.second_tier
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "engine",
+    ["hsdp12", "ignored", *(f"{mode}{name}" for mode in ("fsdp1", "fsdp1flat") for name in STRATEGIES if name)],
+)
+def test_meshes_and_parameters_beside_them_equal_one_process(ranks: Ranks, engine: str) -> None:
+    truth = train(0, "plain", RULES["norm"])
+    for found in ranks(_beside if engine == "ignored" else _ruled_by_norm, engine):
+        assert close(found, truth)
 
 
 # --- A predicate is shown the whole parameter, on every engine
