@@ -28,7 +28,7 @@ demo: $(DEMO_READY)
 
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
-# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. Five to eight minutes on 2 cores.
+# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. Less than five minutes on 2 quiet cores.
 test: $(TEST_READY)
 	$(PYTEST) --tier first $(ARGS)
 
