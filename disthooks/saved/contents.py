@@ -69,8 +69,8 @@ class ContentIndex:
 
     Attributes:
         by_owner: the contents that are all of their storage, by the identity of the tensor that counts the changes.
-        alive: every object that holds bytes of the store. A sum that destructors change would stay
-            wrong after the handler of a signal has raised an error in one of them.
+        alive: every object that holds bytes of the store. A sum that destructors change would stay wrong after the
+            handler of a signal has raised an error in one of them.
         recent: the contents that were offloaded last, whose copies are in memory for operators that save them again.
         undecided: the contents that may be dropped once a device has said so.
         has_bytes: whether the bytes of tensors of the CPU are copied at once, and compared.
@@ -115,9 +115,9 @@ class ContentIndex:
 
     def find_or_add(self, saved: SavedTensor, decision: Decision, maker: MakesContents) -> tuple[Packed, Handle, bool]:
         """The content of ``saved``, a handle on it, and whether it is new: ``maker`` makes it, if it is not known."""
-        part, owner, owner_id, storage, _, layout, region, saved_at, _, is_small, _ = saved
+        part, owner, owner_id, version, storage, _, layout, region, saved_at, _, is_small, _ = saved
         dtype = layout.dtype if self._is_typed and not is_small else None
-        address, version = storage._cdata, part._version
+        address = storage._cdata
         key = whole_key = hash((address, version, region or dtype, owner_id))
         found = known = self._known(key, saved, region) if key in self._by_key else None
         # Batch norm writes into its running statistics without counting it, so constant vectors are not shared
@@ -142,7 +142,7 @@ class ContentIndex:
             packed.counts.all.saved_bytes -= part.nbytes
             return self.find_or_add(saved, decision, maker)
         if region is not None and not is_small:
-            self._parts[whole_key] = _Parts.with_(self._parts.get(whole_key), packed, region)
+            self._parts[whole_key] = _Parts.plus(self._parts.get(whole_key), packed, region)
         return packed, handle, True
 
     def _is_added(self, key: int, packed: Packed, saved: SavedTensor, found: Packed | None, is_vector: bool) -> bool:
@@ -164,7 +164,7 @@ class ContentIndex:
         packed = None if reference is None else reference()
         if packed is None or packed.place == "withdrawn" or packed.owner() is not saved.owner:
             return None
-        if packed.storage_ref.address != saved.storage._cdata or packed.version != saved.part._version:
+        if packed.storage_ref.address != saved.storage._cdata or packed.saved_version != saved.version:
             return None
         is_other = self._is_typed and not saved.is_small and packed.first_layout.dtype is not saved.layout.dtype
         return None if is_other or packed.region != region else packed
@@ -239,7 +239,7 @@ class _Parts(NamedTuple):
     nbytes: int
 
     @staticmethod
-    def with_(before: _Parts | None, packed: Packed, region: StorageRegion) -> _Parts:
+    def plus(before: _Parts | None, packed: Packed, region: StorageRegion) -> _Parts:
         if before is None or before.saved_at != packed.saved_at or before.first() is None:
             return _Parts(packed.saved_at, weakref.ref(packed), region.nbytes)
         return before._replace(nbytes=before.nbytes + region.nbytes)

@@ -154,11 +154,12 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
                     annotate(tensor, packed, layout)
                 self._module_counts.shared += tensor.nbytes
                 return packed.handle(layout)
-        return self._wrap(tensor, owner, owner_id, saved_at, is_fresh)
+        return self._pack_unknown(tensor, owner, owner_id, saved_at, is_fresh)
 
-    def _wrap(
+    def _pack_unknown(
         self, tensor: torch.Tensor, owner: torch.Tensor, owner_id: int, saved_at: int, is_fresh: bool
     ) -> InPlace | Handle | DTensorHandle:
+        """Keep the tensor, or hand out a handle on its content."""
         part = tensor if type(tensor) is torch.Tensor else _plain_part(tensor)
         decision = self._decide(tensor, part, owner)
         if decision.fate == "keep":
@@ -214,8 +215,8 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             nature = "leaf"
         else:
             nature = "result"
-        fields = part, owner, owner_id, storage, nbytes, layout, region, saved_at, nature, is_small, is_fresh
-        return _new_tuple(SavedTensor, fields)
+        what = part, owner, owner_id, tensor._version, storage, nbytes, layout, region
+        return _new_tuple(SavedTensor, (*what, saved_at, nature, is_small, is_fresh))
 
     def make(self, saved: SavedTensor, decision: Decision) -> Packed:
         """The packed value of ``saved``, whose content is not known yet; the index of contents asks for it."""

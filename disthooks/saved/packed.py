@@ -266,6 +266,7 @@ class SavedTensor(NamedTuple):
         part: the tensor, or the local part of a DTensor.
         owner: the tensor that counts the changes: the base of a view. See [Note: storage and version].
         owner_id: its identity.
+        version: of the tensor. A DTensor counts its changes itself, beside those of its local part.
         storage: of ``part``.
         nbytes: of the storage.
         layout: of ``part`` in the storage.
@@ -279,6 +280,7 @@ class SavedTensor(NamedTuple):
     part: torch.Tensor
     owner: torch.Tensor
     owner_id: int
+    version: int
     storage: torch.UntypedStorage
     nbytes: int
     layout: Layout
@@ -299,7 +301,8 @@ class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
 
     Attributes:
         alias: shares the version counter of the saved tensor, and at first its memory. See [Note: the witness].
-        version: of the saved tensor, when it was saved.
+        version: of the alias, when the tensor was saved.
+        saved_version: of the saved tensor.
         place: where the contents are.
         storage_ref: holds the storage weakly. See [Note: storage and version].
         nbytes: of the storage.
@@ -328,6 +331,7 @@ class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
         "place",
         "region",
         "saved_at",
+        "saved_version",
         "storage_ref",
         "stream",
         "version",
@@ -338,7 +342,20 @@ class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
     has_short_way = False  # whether :meth:`ContentIndex.find` may find it
 
     def __init__(self, saved: SavedTensor, storage_ref: StorageRef, counts: ModuleCounts) -> None:
-        part, owner, _, _, self.nbytes, self.first_layout, self.region, self.saved_at, self.nature, _, _ = saved
+        (
+            part,
+            owner,
+            _,
+            self.saved_version,
+            _,
+            self.nbytes,
+            self.first_layout,
+            self.region,
+            self.saved_at,
+            self.nature,
+            _,
+            _,
+        ) = saved
         self.alias = alias = part.detach()
         self.version, self.owner, self.storage_ref = alias._version, weakref.ref(owner), storage_ref
         self.counts, self.stream = counts, None if alias.is_cpu else stream_of(alias)
