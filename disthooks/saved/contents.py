@@ -80,7 +80,7 @@ class ContentIndex:
         self._at_least, self._is_typed, self._until_sorted = at_least, is_typed, 1024
         self._by_key: dict[int, weakref.ref[Packed]] = {}
         self.by_owner: dict[int, weakref.ref[Packed]] = {}
-        self.alive: dict[weakref.ref[Any], None] = {}
+        self.alive: dict[weakref.ref[Any], weakref.ref[Any]] = {}  # a set that `_sort_out` takes
         self.has_bytes = True
         self._parts: dict[int, _Parts] = {}  # by the key of the whole storage
         self._lock = new_lock()
@@ -209,15 +209,12 @@ class ContentIndex:
         """Let ``held_bytes`` of ``packed`` count, as long as it lives. Returns a reference to it."""
         self._until_sorted -= 1
         if self._until_sorted < 0:
-            _sort_out(self._by_key)
-            _sort_out(self.by_owner)
-            for reference in list(self.alive):
-                if reference() is None:
-                    self.alive.pop(reference, None)
+            for table in (self._by_key, self.by_owner, self.alive):
+                _sort_out(table)
             self._parts.clear()
             self._until_sorted = len(self.alive) + 1024
         reference = weakref.ref(packed)
-        self.alive[reference] = None
+        self.alive[reference] = reference
         return reference
 
     def held_bytes(self) -> int:
@@ -245,7 +242,7 @@ class _Parts(NamedTuple):
         return before._replace(nbytes=before.nbytes + region.nbytes)
 
 
-def _sort_out(table: dict[int, weakref.ref[Any]]) -> None:
+def _sort_out(table: dict[Any, weakref.ref[Any]]) -> None:
     """Remove the references to values that are gone. A destructor may add some meanwhile."""
     for name in list(table):  # it makes no object that could start a collection of garbage
         reference = table.get(name)

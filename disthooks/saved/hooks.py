@@ -154,17 +154,17 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
                     annotate(tensor, packed, layout)
                 self._module_counts.shared += tensor.nbytes
                 return packed.handle(layout)
-        return self._pack_unknown(tensor, owner, owner_id, saved_at, is_fresh)
+        return self._pack_unknown(tensor, owner, saved_at, is_fresh)
 
     def _pack_unknown(
-        self, tensor: torch.Tensor, owner: torch.Tensor, owner_id: int, saved_at: int, is_fresh: bool
+        self, tensor: torch.Tensor, owner: torch.Tensor, saved_at: int, is_fresh: bool
     ) -> InPlace | Handle | DTensorHandle:
         """Keep the tensor, or hand out a handle on its content."""
         part = tensor if type(tensor) is torch.Tensor else _plain_part(tensor)
         decision = self._decide(tensor, part, owner)
         if decision.fate == "keep":
             return self._keep(tensor, decision)
-        saved = self._described(tensor, part, owner, owner_id, decision, saved_at, is_fresh)
+        saved = self._described(tensor, part, owner, decision, saved_at, is_fresh)
         packed, handle, is_new = self._contents.find_or_add(saved, decision, self)
         if self._recompute is not None and part is tensor:  # Recompute does not look into distributed tensors
             self._annotate(self._recompute, tensor, owner, packed, saved.layout)
@@ -197,7 +197,6 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
         tensor: torch.Tensor,
         part: torch.Tensor,
         owner: torch.Tensor,
-        owner_id: int,
         decision: Decision,
         saved_at: int,
         is_fresh: bool,
@@ -215,7 +214,7 @@ class SavedTensorHooks(Decides, AroundCheckpoints):
             nature = "leaf"
         else:
             nature = "result"
-        what = part, owner, owner_id, tensor._version, storage, nbytes, layout, region
+        what = part, owner, id(owner), tensor._version, storage, nbytes, layout, region
         return _new_tuple(SavedTensor, (*what, saved_at, nature, is_small, is_fresh))
 
     def make(self, saved: SavedTensor, decision: Decision) -> Packed:

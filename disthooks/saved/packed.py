@@ -67,19 +67,15 @@ def changed_message(module_name: str, now: int, then: int) -> str:
 class FunctionsHandle:
     """The object that autograd holds for a tensor that the user's own ``pack`` took."""
 
-    __slots__ = ("__weakref__", "counts", "nbytes", "store", "ticket")
+    __slots__ = ("__weakref__", "counts", "held_bytes", "store", "ticket")
 
     def __init__(self, ticket: Any, store: Any, counts: ModuleCounts, nbytes: int) -> None:
-        self.ticket, self.store, self.counts, self.nbytes = ticket, store, counts, nbytes
-
-    @property
-    def held_bytes(self) -> int:
-        return self.nbytes
+        self.ticket, self.store, self.counts, self.held_bytes = ticket, store, counts, nbytes
 
     def unpack(self) -> torch.Tensor:
         begin = time.perf_counter()
         tensor: torch.Tensor = self.store.get(self.ticket)
-        self.counts.count_got(self.nbytes, time.perf_counter() - begin)
+        self.counts.count_got(self.held_bytes, time.perf_counter() - begin)
         return tensor
 
 
