@@ -435,7 +435,7 @@ def test_the_user_is_told_of_a_pattern_that_matches_ten_layers_of_more(
 def test_a_store_where_the_tensors_are_says_so(
     to: dh.OnCpu | dh.Tiered, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disthooks.saved.counters._told", {})
+    monkeypatch.setattr("disthooks.saved.counters._given", {})
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
     with dh.save_activations(model, "?", to) as saving:
         with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
