@@ -102,6 +102,17 @@ def test_memory_that_is_filled_is_not_used_by_others_before(device: torch.device
     assert torch.equal(back.cpu(), TRUTH)
 
 
+def test_it_comes_back_only_when_all_of_it_has_gone_out(device: torch.device) -> None:
+    only_simulated(device)
+    link, x = Link(device), numbers(device)
+    torch.accelerator.synchronize(device)
+    with simulated.held(link._out):
+        sent = link.send(x, pinned())
+        coming = link.bring(sent.host, sent.done)
+        time.sleep(TIME)
+    assert torch.equal(link.take(coming).cpu(), TRUTH)
+
+
 def test_what_nobody_takes_is_held_until_it_has_come(device: torch.device) -> None:
     only_simulated(device)
     link = Link(device)
