@@ -103,7 +103,7 @@ def compared(name: str, autocast: oracle.MakeContext | None = None) -> Beside:
 def test_saved_bytes_and_peak_are_those_of_a_real_step(name: str) -> None:
     found = compared(name)
     assert found.wrong() == {}
-    # The second prediction of jagged tensors in a process is lower by the lengths of their rows, for a reason not known.
+    # The second prediction of jagged tensors in a process is 60 bytes lower, for a reason that is not known.
     assert found.peak_off in ((0, -60) if name == "rows of several lengths" else (0,))
     assert found.predicted.unknown == ()
 
