@@ -273,6 +273,13 @@ class StoredTickets(StorageRef):
         self._store, self.first, self.lies_at, self.nbytes = store, _NO_TICKET, 0, 0
         self.more: tuple[tuple[Any, int], ...] = ()
 
+    def give_back(self) -> None:
+        """Drop the tickets now, after an error: a traceback may keep this object."""
+        tickets = [] if self.first is _NO_TICKET else [self.first, *(ticket for ticket, _ in self.more)]
+        self.first, self.more, self.nbytes = _NO_TICKET, (), 0
+        for ticket in tickets:
+            self._store.drop(ticket)
+
     @uncompiled()
     def __del__(self, _free: Callable[[Any], None] = free_weak_ref, _none: Any = _NO_TICKET) -> None:
         # A store's `drop` takes no lock: see [Note: locks]. Globals may be gone when the interpreter ends.
@@ -335,17 +342,15 @@ class StoredContent(Packed):
 
     def release_copy(self) -> None:
         copy, self._copy = self._copy, None
-        # Without the lock: `copy` lives, and is compared with, until there is the checksum.
-        if copy is not None and self._weak_copy is not None and self.owner() is not None:
-            self._checksum = _checksum(copy)  # it tells later whether a tensor that is saved again is the same
+        # Without the lock: `copy` lives, and is compared with, until there is the checksum. It tells later whether a
+        # tensor that is saved again is the same, and for Recompute whether memory that others still hold is.
+        is_there = self.owner() is not None or (not self.may_stay and self.storage_ref.get() is not None)
+        if copy is not None and self._weak_copy is not None and is_there:
+            self._checksum = _checksum(copy)
         self._weak_copy = None
 
     def stay_in_memory(self) -> None:
         self._copy = self._weak_copy = None
-
-    @property
-    def can_compare(self) -> bool:
-        return self._checksum is not None or (self._weak_copy is not None and self._weak_copy() is not None)
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
         copy, storage = None if self._weak_copy is None else self._weak_copy(), part.untyped_storage()
@@ -399,10 +404,14 @@ class StoredContent(Packed):
         if self._codecs or not self.is_in_order:
             self._shape = content.dtype, content.shape
         begin, moved = time.perf_counter(), 0
-        for part in parts:
-            # A store counts the bytes of a part. A part that lies over a piece of a larger storage would keep all of
-            # that storage in memory.
-            moved += self._put(part if part is content else alone(part))
+        try:
+            for part in parts:
+                # A store counts the bytes of a part. A part that lies over a piece of a larger storage would keep all
+                # of that storage in memory.
+                moved += self._put(part if part is content else alone(part))
+        except BaseException:
+            self.storage_ref.give_back()  # the graph keeps this content, in memory
+            raise
         self.counts.count_put(self.storage_ref.nbytes, moved, time.perf_counter() - begin, content.nbytes)
         return "offloaded"
 

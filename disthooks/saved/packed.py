@@ -408,11 +408,6 @@ class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
     def stay_in_memory(self) -> None:
         """Drop everything that was needed to offload the contents: they stay where they are."""
 
-    @property
-    def can_compare(self) -> bool:
-        """Whether the contents as they were saved, or a checksum of them, are there to compare with."""
-        return False
-
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
         """Whether the bytes of ``part``, at ``layout``, are those that were saved. By default the version tells."""
         return True
@@ -634,13 +629,9 @@ class DTensorHandle:
         witness._local_tensor = torch.empty(0, device="cpu")
         self._witness = witness
 
-    @property
-    def module_name(self) -> str:
-        return self.handle.module_name
-
     def unpack(self) -> torch.Tensor:
         if self._witness._version != self._version:
-            raise MutationError(changed_message(self.module_name, self._witness._version, self._version))
+            raise MutationError(changed_message(self.handle.module_name, self._witness._version, self._version))
         inner = {**self._inner, "_local_tensor": unpack(self.handle)}
         kind, size, stride = type(self._witness), self._witness.size(), self._witness.stride()
         whole: torch.Tensor = kind.__tensor_unflatten__(inner, self._context, size, stride)

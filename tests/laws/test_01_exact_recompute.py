@@ -10,6 +10,7 @@ import gc
 import pathlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -22,11 +23,26 @@ from disthooks.saved.pipeline import pipeline
 from disthooks.saved.recompute import formulas
 from disthooks.saved.recompute.formulas import Call
 from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.base import Store
 from tests.support import gated, zoo
 from tests.support.functions import SavesItsOutput
 from tests.support.models import build, identical, step
 
 STORES: dict[str, Callable[[object], object]] = {"disk": dh.OnDisk, "cpu": lambda _: dh.OnCpu()}
+
+
+@dataclass(frozen=True)
+class Holds(Store):
+    """Holds the tensors that were put."""
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        pass
 
 
 class RmsNorm(nn.Module):
@@ -287,6 +303,24 @@ def test_a_source_changed_under_no_grad_is_no_source_for_a_place_that_is_trusted
         with dh.saving(pipeline(dh.Recompute(), dh.OnDisk(tmp_path), at_least=0)):
             found = loss(factor)
         assert torch.equal(torch.autograd.grad(found, x)[0], right), factor
+
+
+@pytest.mark.parametrize("kind", [*STORES, "as it is"])
+def test_what_is_computed_from_memory_that_was_written_without_a_count_is_stored(
+    kind: str, tmp_path: pathlib.Path
+) -> None:
+    """The source was stored before it was written, its tensor is gone, and others still hold its memory."""
+    store = Holds() if kind == "as it is" else STORES[kind](tmp_path)
+    with dh.saving(dh.Recompute(), store):
+        y = torch.randn(64, 64, requires_grad=True) * 2
+        y.sin()  # saves y as it is now
+        others = y.data
+        others.fill_(0.5)
+        z = y.exp()
+        del y
+        output = z.cos()
+        output.cos().cos()  # later operators, which decide about z
+    assert torch.equal(output.grad_fn._saved_self, torch.full((64, 64), 0.5).exp())
 
 
 def test_a_source_that_is_changed_later_raises(tmp_path: pathlib.Path) -> None:

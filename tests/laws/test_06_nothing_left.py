@@ -17,6 +17,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import StoreError
+from disthooks.saved.codecs import Codec
 from disthooks.saved.hooks import SavedTensorHooks
 from disthooks.saved.pipeline import pipeline
+from disthooks.saved.stores.base import Store
 from tests.support.functions import SavesItsOutput
 from tests.support.models import Tiny, identical, tokens
 from tests.support.stores.faulty import AsAsked, Watch, fail, interrupt, left, line, soon, suppressed
@@ -428,3 +431,45 @@ def test_a_view_of_its_own_output_is_left_only_where_torch_leaves_it(
     by_torch = any(reference() is not None for reference in kept)
     assert by_torch == (not inside and backward != "whole")
     assert saving.report().held == (64 * 4 if by_torch else 0)
+
+
+@dataclass(frozen=True)
+class RoomForOne(Store):
+    held: list[torch.Tensor] = field(default_factory=list, compare=False)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.held:
+            raise StoreError("full")
+        self.held.append(tensor)
+        return tensor
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        self.held.pop()
+
+
+class Halves(Codec):
+    def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Size]:
+        return tuple(half.clone() for half in tensor.flatten().chunk(2)), tensor.shape
+
+    def decode(self, tensors: tuple[torch.Tensor, ...], spec: torch.Size) -> torch.Tensor:
+        return torch.cat(tensors).view(spec)
+
+
+def test_a_content_of_which_the_store_took_a_part_leaves_nothing_in_it() -> None:
+    """The graph of the error is alive, and so is its traceback."""
+    store, x = RoomForOne(), torch.randn(64, 64, requires_grad=True)
+    saved, outputs = dh.saving(Halves(), store), []
+
+    def forward() -> None:
+        with saved:
+            for _ in range(3):
+                outputs.append((outputs or [x])[-1].sin())
+
+    with pytest.raises(StoreError, match="full") as error:
+        forward()
+    assert error.value.__traceback__ is not None
+    assert len(outputs) > 0
+    assert (store.held, saved.report().held) == ([], 0)

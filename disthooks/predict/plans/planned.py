@@ -178,15 +178,16 @@ class PlannedContent(StoredContent):
 
     def release_copy(self) -> None:
         copy, self._copy = self._copy, None
-        if copy is not None and self._weak_copy is not None and self.owner() is not None:
+        is_there = self.owner() is not None or (not self.may_stay and self.storage_ref.get() is not None)
+        if copy is not None and self._weak_copy is not None and is_there:
             self._checksum = 0
         self._weak_copy = None
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        """As in a run, but bytes that are there to be compared are equal."""
+        """As in a run, but bytes that are there to be compared are equal; on a device none are compared."""
         copy = None if self._weak_copy is None else self._weak_copy()
         if copy is None and self._checksum is None:
-            return self.place == "in place"
+            return self.place == "in place" or cast(WatchedStore, self._store).is_accelerator
         if part.untyped_storage().nbytes() != self.nbytes:
             return False
         if self.region is None and not is_most_of(layout, part.nbytes, self.nbytes):

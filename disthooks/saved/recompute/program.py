@@ -328,8 +328,9 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
     storage = None if packed.is_changed() else packed.storage_ref.get()
     if storage is not None and storage.nbytes() == packed.nbytes and packed.nature == "result":
         now = layout.over(storage)
-        # On a CPU the bytes are compared, because a write may have left the version as it was.
-        if not (now.is_cpu and packed.can_compare) or packed.has_contents_of(now, layout):
+        # On a CPU the bytes are compared, because a write may have left the version as it was. If there is nothing to
+        # compare them with, backward gets what was stored, so that is exact.
+        if not now.is_cpu or packed.has_contents_of(now, layout):
             return now
     if not packed.is_lossless:
         return None
