@@ -24,7 +24,7 @@ from disthooks.errors import UsageError
 from disthooks.grads.buffers import BuffersBefore
 from disthooks.grads.gradients_report import GradientsReport, no_step_followed
 from disthooks.grads.plan import BoundRule
-from disthooks.grads.records import MeasuredStep, ReadRecords, StepRecords, UnwrittenRecords
+from disthooks.grads.records import MeasuredStep, StepRecord, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Only, Rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
 from disthooks.grads.stats.base import Stat, State
@@ -217,14 +217,14 @@ class Gradients(Attachment):
         self._forget_begun()  # gradients have changed since the loop began this step
         self._checks.before_step(self.steps)
         self._warn_of_kept_gradients()
+        self._publish(self._records.read(wait=self._records.must_be_read))
+        self._records.raise_errors()
         if step.is_in_backward:
             self._rewrite_in_backward(step)
             return None
         if self._checks.is_left_to_ranks():
             self._begun = BegunStep()
             return None
-        self._publish(self._records.read(wait=self._records.must_be_read))
-        self._records.raise_errors()
         is_logged, is_measured = self._is_logged(), self._is_measured()
         is_frequent = self._config.every == 1 or self._config.recent > 0
         has_others = len(step.stepping) < len(step.optimizers)
@@ -305,7 +305,6 @@ class Gradients(Attachment):
             )
         if step.is_first_in_backward:
             self._begin_next_step()
-        self._records.raise_errors()
         result = self._runner.run(self.steps - 1, False, False, step.stepping)
         self._runner.end_step()
         self._records.expect(result.deferred_errors)
@@ -390,10 +389,10 @@ class Gradients(Attachment):
         self.flush()
         self._writer.write_rest(*self._records.rest(self.steps - 1))
 
-    def _publish(self, reading: ReadRecords, known: Mapping[str, float] | None = None) -> None:
+    def _publish(self, reading: tuple[int, list[StepRecord]], known: Mapping[str, float] | None = None) -> None:
         """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
         self._note_nonfinite(reading)
-        for fields, is_logged, _ in reading.records:
+        for fields, is_logged, _ in reading[1]:
             if is_logged:
                 self._writer.add_also(fields)
                 fields.update({name: value for name, value in (known or {}).items() if name not in fields})
@@ -407,9 +406,9 @@ class Gradients(Attachment):
                 if is_first:
                     self._tell_of(fields)
 
-    def _note_nonfinite(self, reading: ReadRecords) -> None:
-        self.nonfinite_steps += reading.nonfinite_steps
-        for fields, _, is_first_nonfinite in reading.records:
+    def _note_nonfinite(self, reading: tuple[int, list[StepRecord]]) -> None:
+        self.nonfinite_steps += reading[0]
+        for fields, _, is_first_nonfinite in reading[1]:
             if is_first_nonfinite:
                 self.last_nonfinite = fields
                 self._tell_of(fields)
@@ -429,7 +428,7 @@ class Gradients(Attachment):
         with contextlib.suppress(Exception):  # while torch traces a function, its tensors have no numbers
             reading = self._records.read(wait=True)
             self._note_nonfinite(reading)
-            unwritten = [each.fields | self._records.loop.of(each.fields["step"]) for each in reading.records]
+            unwritten = [each.fields | self._records.loop.of(each.fields["step"]) for each in reading[1]]
         rest = self._records.rest(self.steps - 1)
         take(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, rest, self._writer))
 

@@ -71,7 +71,7 @@ class StepNumbers:
         self._readers: list[tuple[int, Callable[[list[torch.Tensor]], object]]] = []
         self.is_sent = False
         self._rows: list[torch.Tensor] = []
-        self._event: torch.Event | None = None
+        self._events: list[torch.Event] = []
 
     def want(self, parts: Sequence[torch.Tensor], read: Callable[[list[torch.Tensor]], object]) -> None:
         """Call ``read`` with copies of ``parts``, as rows of float64 or int64, when they are on the host."""
@@ -79,25 +79,27 @@ class StepNumbers:
         self._readers.append((len(parts), read))
 
     def send(self) -> None:
-        """Start copying the numbers."""
-        parts, self._parts = self._parts, []
-        self.is_sent = True
-        if parts:
-            rows = [(part if part.dtype is torch.int64 else part.double()).reshape(-1) for part in parts]
-            bits = torch.cat([row.view(torch.int64) for row in rows])
-            host = bits.to("cpu", non_blocking=True)
-            self._event = event_on(current_stream(bits.device)) if on_accelerator(bits) else None
-            pieces = torch.split(host, [len(row) for row in rows])
-            self._rows = [piece.view(row.dtype) for piece, row in zip(pieces, rows, strict=True)]
+        """Start copying the numbers: one vector from each device, mostly from one."""
+        if self.is_sent:
+            return
+        parts, self._parts, self.is_sent = self._parts, [], True
+        self._rows = [(part if part.dtype is torch.int64 else part.double()).reshape(-1) for part in parts]
+        for device in dict.fromkeys(row.device for row in self._rows):
+            places = [i for i, row in enumerate(self._rows) if row.device == device]
+            bits = torch.cat([self._rows[i].view(torch.int64) for i in places])
+            pieces = torch.split(bits.to("cpu", non_blocking=True), [len(self._rows[i]) for i in places])
+            self._events += [event_on(current_stream(device))] if on_accelerator(bits) else []
+            for i, piece in zip(places, pieces, strict=True):
+                self._rows[i] = piece.view(self._rows[i].dtype)
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would wait for nothing."""
-        return self._event is None or self._event.query()
+        return all(event.query() for event in self._events)
 
     def read(self) -> None:
         """Call the readers, in the order in which they were given; waits until the numbers have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
         rows = self._rows
         for count, read in self._readers:
             read(rows[:count])
@@ -306,18 +308,6 @@ class StepRecord(NamedTuple):
     is_first_nonfinite: bool
 
 
-class ReadRecords(NamedTuple):
-    """The records that one reading gives.
-
-    Attributes:
-        nonfinite_steps: how many of the steps that were read had gradients that were not finite.
-        records: in the order of steps. If there is a record of the logged step, it is the last.
-    """
-
-    nonfinite_steps: int
-    records: list[StepRecord]
-
-
 class MeasuredStep(NamedTuple):
     """The numbers of a step of which a record is made, or may be made. See [Note: recent steps].
 
@@ -479,8 +469,13 @@ class StepRecords:
             fields = {**fields, **known.get(step, {}), "recent": True}
             yield StepRecord(fields, is_logged=False, is_first_nonfinite="nonfinite_params" in known.get(step, {}))
 
-    def read(self, wait: bool) -> ReadRecords:
-        """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
+    def read(self, wait: bool) -> tuple[int, list[StepRecord]]:
+        """Make the records that can be made now; with ``wait`` all of them.
+
+        Returns:
+            How many of the steps that were read had gradients that were not finite; and the records, in the order of
+            steps. If there is a record of the logged step, it is the last.
+        """
         self.send()
         while self._on_way and (wait or self._on_way[0].arrived()):
             self._on_way.popleft().read()
@@ -513,7 +508,7 @@ class StepRecords:
             if self._watched.count:  # so the log tells how many unlogged steps were not finite
                 fields["nonfinite_steps"] = self._watched.count
             records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))
-        return ReadRecords(len(nonfinite), records)
+        return len(nonfinite), records
 
     def rest(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the loop set in ``step``, the last one, and what was read of the steps since the last record."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from disthooks.engines import skip
 from disthooks.engines.base import Engine
 from disthooks.grads import records
 from disthooks.grads.attachment import Gradients
+from disthooks.grads.rules.base import Rule, Work
 from tests.support import no_warning
 from tests.support.sim import simulated
 from tests.support.sim.carried import no_waits
@@ -206,3 +208,19 @@ def test_on_the_cpu_no_optimizer_makes_the_host_wait() -> None:
         warnings.simplefilter("error")
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
+
+
+@dataclass(frozen=True)
+class LogsOnTheHost(Rule):
+    def rewrite(self, work: Work) -> None:
+        work.log["from_the_host"] = torch.tensor(3.0)
+
+
+def test_a_rule_of_a_users_own_may_log_a_number_of_the_host(device: torch.device) -> None:
+    model = nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[LogsOnTheHost()], stats=[stats.Norm()], every=1) as watch:
+        model(torch.ones(3, 4, device=device)).sum().backward()
+        optimizer.step()
+    assert watch.latest["from_the_host"] == 3.0
+    assert watch.latest["grad_norm"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import UsageError
+from disthooks.grads.records import StepNumbers
 from tests.support import no_warning
 
 NAN = math.nan
@@ -377,3 +379,15 @@ def test_a_state_that_was_loaded_between_steps_is_not_lost() -> None:
         model(torch.full((2, 3), NAN)).sum().backward()
         optimizer.step()
     assert torch.equal(model[1].running_mean, torch.full((4,), 7.0))  # type: ignore[arg-type]
+
+
+def test_optimizers_that_step_inside_backward_keep_no_numbers_of_steps() -> None:
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    with dh.gradients(model, list(optimizers.values()), rules=[dh.ClipValue(1.0)]):
+        for parameter, optimizer in optimizers.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        for step in range(20):
+            model.zero_grad()
+            backward(model, step)
+        assert sum(type(each) is StepNumbers for each in gc.get_objects()) < 5
