@@ -109,11 +109,6 @@ class Fits:
             "change": None if self.change is None else self.change.to_dict(),
         }
 
-    def __str__(self) -> str:
-        lines = verdict(self.explanation, self.limit)
-        lines += [each.text for each in (self.batch, self.seq) if each is not None]
-        return "\n".join([*lines, *self.of_change()])
-
     def of_change(self) -> list[str]:
         """The cheapest change with which the step fits; nothing if it fits as it is."""
         if self.change is not None:

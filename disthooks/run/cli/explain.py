@@ -81,7 +81,7 @@ def explain(
         detail = functools.partial(begin, is_step=False)
         tried: Tried = {}  # the changes that were run: they run once
         known: Any = {"patience": _PATIENCE, "progress": detail, "tried": tried}
-        # What is known is said at once: what follows may take a minute, and Ctrl-C may end it.
+        # The command prints each answer at once: the next one may take a minute, and Ctrl-C may end it.
         _say_verdict(said, told, limit, say)
         try:
             begin("trying changes")
@@ -92,7 +92,7 @@ def explain(
             if limit is not None:
                 far = find_fits(builder, said.situation, limit, explanation=said, found=say, **known)
                 told["fits"] = far.to_dict()
-                for text in () if best and far.change else far.of_change():
+                for text in far.of_change():
                     say(text)
         except KeyboardInterrupt:
             if not as_json:

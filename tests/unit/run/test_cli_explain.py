@@ -104,3 +104,12 @@ def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     told = run("explain", f"{BUILT}:small", "--device", "cpu", "--fits", "512 B", code=130).stdout
     assert told.startswith("the step does not fit in 512 B")
     assert "memory over the step" in told
+
+
+def test_the_cheapest_change_that_fits_is_the_last_answer() -> None:
+    told = run("explain", f"{BUILT}:whole", "--device", "cpu", "--fits", "1500 KiB").stdout.splitlines()
+    answers = [
+        line.partition(":")[0] for line in told if line.startswith(("the step", "advice", "the la", "the lo", "che"))
+    ]
+    assert [answer.split()[0] for answer in answers] == ["the", "advice", "advice", "advice", "the", "the", "cheapest"]
+    assert answers[0] == "the step does not fit in 1.5 MiB"
