@@ -441,8 +441,8 @@ class SinkTests:
 
     in_files: ClassVar[bool] = True
 
-    def written(self) -> Sequence[object] | None:
-        """The names of all values that the sink has written, for a sink whose output can be read; None otherwise."""
+    def written(self, sink: Any) -> Sequence[object] | None:
+        """The names of all values that ``sink`` has written, if its output can be read; None otherwise."""
         return None
 
     @contextlib.contextmanager
@@ -464,7 +464,7 @@ class SinkTests:
             for step in range(3):
                 taking(record | {"step": step})
             taking(record | {"step": 3, "appears_later": 1.0})
-        names = self.written()
+        names = self.written(sink)
         assert names is None or "appears_later" in names, "the sink drops names that are not in its first record"
         assert repr(record) == repr(kept), "the sink changed the record"
 

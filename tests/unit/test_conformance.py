@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from typing import Any, ClassVar
@@ -89,6 +90,23 @@ class TestJsonl(SinkTests):
     @pytest.fixture
     def sink(self, tmp_path: pathlib.Path) -> Any:
         return dh.sinks.Jsonl(tmp_path / "log.jsonl")
+
+    def written(self, sink: Any) -> list[str]:
+        return [name for line in pathlib.Path(sink.path).read_text().splitlines() for name in json.loads(line)]
+
+
+def test_a_sink_that_drops_what_appears_later_is_found() -> None:
+    kept: list[str] = []
+
+    class Drops(SinkTests):
+        def written(self, sink: Any) -> list[str]:
+            return kept
+
+    def takes_the_first(record: dict[str, Any]) -> None:
+        kept.extend(() if kept else record)
+
+    with pytest.raises(AssertionError, match="drops names that are not in its first record"):
+        Drops().test_it_takes_what_is_logged(takes_the_first)
 
 
 class TestConsole(SinkTests):
