@@ -192,7 +192,8 @@ def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
+    is_memory = tensor.layout is torch.strided and not tensor.is_meta
+    return is_memory and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
 
 
 # -- what autograd saves
