@@ -79,14 +79,14 @@ from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.host import container_memory, node_memory
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
-# The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one.
-_MARGIN = 0.01
+# The part of the budget that is left free: an allocator rounds, and a step may need a little more than the last one. On
+# a CPU what is in flight, and what the C library keeps, differ more from step to step.
+_MARGIN, _MARGIN_CPU = 0.01, 0.02
 # At the moment of the last peak, the saved tensors may have been below the limit by up to two tensors. So the bytes of
 # two of the largest stay free, or of one if two are more than this part of the budget: a limit that is a little larger
 # may keep one tensor more. A limit grows by a part of what is left.
 _UNEVEN, _GROWTH = 0.05, 0.9
-# On the CPU it is a half: what a store holds while it writes and reads does not count under the limit there, and the C
-# library keeps freed memory, so resident memory differs from step to step by up to 2%.
+# On the CPU it is a half: what a store holds while it writes and reads does not count under the limit there.
 _GROWTH_CPU = 0.5
 # The part of the memory that a budget of "free" leaves to fragments between tensors and to other libraries.
 _OTHERS = 0.05
@@ -515,18 +515,21 @@ class Fitted(Attachment):
         else:
             stored = -stored  # what the same forward needs with a backward is another figure
         needs = self._needs.setdefault(which, {})
-        if peak > self._budget * (1 - _MARGIN):
+        if peak > self._usable():
             self._least[which] = max(needed, self._least.get(which, 0))
         needs.pop(stored, None)  # the newest one is the last of the dict
         needs[stored] = needed
         if len(needs) > _PROGRAMS:
             del needs[next(iter(needs))]
 
+    def _usable(self) -> float:
+        return self._budget * (1 - (_MARGIN_CPU if self._device.type == "cpu" else _MARGIN))
+
     def _limit(self, round_: _Round) -> int:
         """Bytes of saved tensors that may stay in a round."""
         largest = self._largest()
         uneven = max(largest, min(2 * largest, _UNEVEN * self._budget))
-        found = max(0.0, self._budget * (1 - _MARGIN) - uneven - round_.begin - self._needed(round_))
+        found = max(0.0, self._usable() - uneven - round_.begin - self._needed(round_))
         last, growth = self._near.limit or 0, _GROWTH_CPU if self._device.type == "cpu" else _GROWTH
         return int(found if found < last else last + growth * (found - last))
 
