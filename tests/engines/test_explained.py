@@ -102,7 +102,7 @@ def train(spec: EngineSpec) -> list[dict[str, Any]]:
             prepared.backward(loss)
             del loss
             moments |= zip(("after backward", "in backward"), live, strict=True)
-            record |= {"after backward": held(prepared), "buckets": buckets(prepared) if step in (0, STEPS - 1) else []}
+            record |= {"after backward": held(prepared), "buckets": buckets(prepared) if step in (0, STEPS - 1) else 0}
             prepared.step()
             moments |= zip(("after step", "in step"), live, strict=True)
             records.append(record | {"after step": held(prepared), "live": moments})
@@ -134,14 +134,14 @@ def held(prepared: Prepared) -> dict[str, int]:
     return found
 
 
-def buckets(prepared: Prepared) -> list[int] | None:
-    """The bytes of each of DDP's buckets; torch's own reducer tells them in its logging data, the new ones late."""
+def buckets(prepared: Prepared) -> int | None:
+    """The bytes of DDP's buckets; torch's own reducer tells them in its logging data, the new ones late."""
     if prepared.spec.kind != "ddp":
         return None
-    if prepared.buckets():
-        return [bucket.nbytes for bucket in prepared.buckets()]
+    if nbytes := state_bytes(prepared)["communication"]:
+        return nbytes
     said = prepared.model._get_ddp_logging_data()
-    return [int(size) for size in (said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]).split(", ")]
+    return sum(int(size) for size in (said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]).split(", "))
 
 
 def really(rank: int, case: str) -> list[dict[str, Any]]:

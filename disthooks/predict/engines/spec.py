@@ -138,10 +138,6 @@ class Prepared:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def buckets(self) -> list[torch.Tensor]:
-        """The flat buckets of DDP in a fake run, in the order in which backward fills them; otherwise none."""
-        return list(getattr(getattr(self.model, "reducer", None), "buckets", ()))
-
 
 def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None = None) -> Prepared:
     """Give ``model``, with parameters on the CPU, to the engine, which changes its modules in place.
@@ -435,8 +431,8 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
     if prepared.optimizer is not None:
         for state in prepared.optimizer.state.values():
             yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
-    reducer = getattr(model, "reducer", None)
-    yield from (("communication", each) for each in (*prepared.buckets(), *getattr(reducer, "used_maps", ())))
+    buckets = getattr(getattr(model, "reducer", None), "buckets", ())  # of DDP in a fake run
+    yield from (("communication", each) for each in buckets)
     yield from (("buffers", each) for buffer in model.buffers() for each in _parts(buffer))
 
 
