@@ -14,7 +14,7 @@ from typing import Any
 import options as cli
 import torch
 from measure import Measure
-from model import Shape
+from model import TINY, Shape
 from predict import predict
 from progress import Bar
 from ranks import Ranks, start, stop
@@ -35,6 +35,7 @@ from disthooks.saved.pipeline import Pipeline, pipeline
 
 WARM_UP_STEPS = 2
 PAIRS = 4  # of blocks, at least: their ratios show how sure the ratio of times is
+LEAST = 2 * PAIRS + WARM_UP_STEPS + 4  # forwards with backward of the shortest run: the blocks, and what is before them
 MODES = {"alternate": (False, True), "never": (False,), "always": (True,)}
 BEGAN = time.monotonic()
 
@@ -47,7 +48,7 @@ def main() -> None:
     console = Console(quiet=not ranks.first)
     options.run.mkdir(parents=True, exist_ok=True)
     announce(console, options, ranks)
-    shape, summary = train(Trainer(options, ranks), console)  # no name for the trainer here: see stop()
+    shape, summary = train(options, ranks, console)
     stop()
     if ranks.first:
         summary |= predict(options, ranks, shape, options.hooks or [("blocks.*", to_disk(options.directory))])
@@ -72,20 +73,17 @@ def announce(console: Console, options: argparse.Namespace, ranks: Ranks) -> Non
     console.print(f"{ranks.world} process(es) on {ranks.device.type}, engine {options.engine}; logs in {options.run}")
     if cli.in_memory(options.directory):
         console.print(f"[bold]{options.directory} is memory, not a disk[/]: choose another --directory to free any")
-    if ranks.device.type == "cpu":
-        done = disthooks.memory.release_promptly()
-        console.print(
-            "release_promptly(): large freed blocks go back to the system at once, in both modes; else the C "
-            "library keeps them, and no saving shows in resident memory. It slows both modes down."
-            if done
-            else "this C library has no mallopt: peaks may not fall"
-        )
+    if ranks.device.type == "cpu" and not disthooks.memory.release_promptly():
+        console.print("this C library has no mallopt: peaks may not fall")
 
 
-def train(trainer: Trainer, console: Console) -> tuple[Shape, dict[str, Any]]:
+def train(options: argparse.Namespace, ranks: Ranks, console: Console) -> tuple[Shape, dict[str, Any]]:
     """The whole run: held-out loss, warm-up, proof, measured blocks of steps, held-out loss again."""
-    options, ranks = trainer.options, trainer.ranks
-    console.print("held-out files, warm-up, the same gradients with and without saving?", highlight=False)
+    trainer = Trainer(options, ranks, TINY if options.tiny else Shape())
+    slowest = ranks.max([timed(functools.partial(trainer.gradients, 0))[1]])[0]
+    if LEAST * slowest > options.limit:
+        console.print(f"a step takes {slowest:.0f} s here: a smaller model is trained, so that there are enough steps")
+        trainer = Trainer(options, ranks, TINY)
     before, took = timed(trainer.held_out)
     log = options.run / "gradients.jsonl"
     log.unlink(missing_ok=True)

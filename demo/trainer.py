@@ -8,7 +8,7 @@ import time
 
 import text
 import torch
-from model import GPT, TINY, Shape
+from model import GPT, Shape
 from ranks import Ranks, on_engine
 
 from disthooks.grads.attachment import Gradients
@@ -20,9 +20,8 @@ WARM_UP = 10  # steps over which the learning rate rises
 class Trainer:
     """Trains ``model`` (the bare one) through ``engine`` (what runs it: itself, or the wrapper of DDP)."""
 
-    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
-        self.options, self.ranks = options, ranks
-        self.shape = TINY if options.tiny else Shape()
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+        self.options, self.ranks, self.shape = options, ranks, shape
         self.text = text.load()
         torch.manual_seed(options.seed)  # the same weights on every rank
         self.model = GPT(self.shape).to(ranks.device)

@@ -99,6 +99,16 @@ def test_the_tables_say_what_was_asked_for(demo: Any) -> None:
 
 
 @pytest.mark.dist
+def test_where_steps_are_slow_a_smaller_model_gives_a_ratio(tmp_path: pathlib.Path) -> None:
+    done = launch("demo/train.py", "--batch", "2", "--windows", "16", "--limit", "0.5", "--run", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a smaller model is trained" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["parameters"] < 1e6
+    assert len(summary["ratios"]) >= 4
+
+
+@pytest.mark.dist
 @pytest.mark.full_tier
 def test_plain_is_one_process_under_any_launcher(tmp_path: pathlib.Path) -> None:
     done = launch("demo/train.py", "--tiny", "--engine", "plain", "--run", str(tmp_path))
