@@ -101,10 +101,11 @@ def explain(
 
 def explain_built(builder: Builder, situation: Situation) -> Explanation:
     step = record_step(builder, situation)
+    is_named = "<" not in builder.name  # a lambda, or a function inside of another one, has no name for a page
+    name = builder.name if is_named else step.record.modules[0].kind
     if situation.plan is None:
-        return Explanation(builder.name, situation, step)
-    without = record_step(builder, replace(situation, plan=None))
-    return Explanation(builder.name, situation, without, step)
+        return Explanation(name, situation, step)
+    return Explanation(name, situation, record_step(builder, replace(situation, plan=None)), step)
 
 
 def as_device(given: str) -> tuple[str, Device | None]:

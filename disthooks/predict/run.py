@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -71,6 +71,16 @@ class Situation:
     batch: int | None = None
     seq: int | None = None
 
+    def changed(self, change: Callable[[nn.Module], None]) -> Situation:
+        """The situation with one more change of the model, after the one that it has."""
+
+        def both(model: nn.Module) -> None:
+            if self.change is not None:
+                self.change(model)
+            change(model)
+
+        return replace(self, change=both)
+
     def to_dict(self) -> dict[str, Any]:
         made: Any = self.optimizer
         made = getattr(made, "func", made)  # of a partial
@@ -120,7 +130,11 @@ def record_step(builder: Builder, situation: Situation) -> Step:
     """
     spec = situation.engine
     with contextlib.ExitStack() as stack:
-        world = None if spec.kind == "plain" and spec.world == 1 else stack.enter_context(_world(situation))
+        world = (
+            None
+            if spec.kind == "plain" and spec.world == 1
+            else stack.enter_context(fake_world(spec.world, situation.rank))
+        )
         fakes = stack.enter_context(fake_run())
         if situation.device == "cuda":
             stack.enter_context(redirect_cuda(situation.hardware))
@@ -241,10 +255,6 @@ def _adopt(recorder: Recorder, prepared: Prepared) -> None:
     for kind, tensor in held(prepared):
         is_host = local_part(tensor).untyped_storage()._cdata in host
         recorder.adopt([tensor], _CATEGORY[kind], "host" if is_host else "device")
-
-
-def _world(situation: Situation) -> contextlib.AbstractContextManager[FakeWorld]:
-    return fake_world(situation.engine.world, situation.rank)
 
 
 @contextlib.contextmanager

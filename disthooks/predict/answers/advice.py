@@ -3,15 +3,16 @@
 # [Note: how advice is made]
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
 # smaller batch, FSDP2. The changed step runs on fake tensors. The change saves the difference of the two peaks. A few
-# changes need code that is not installed, such as an optimizer with 8-bit state, or that nobody can write for the user,
-# such as another loss. Their savings are estimated from the record, and the text says "about".
+# changes need code that is not installed, such as an optimizer with 8-bit state, or that is the user's own. Their
+# savings are estimated from the record, and the text says "about".
 #
 # [Note: what advice costs]
 # A change may add computation. Its time is the time of the step with the change, minus the time without it; both are
 # those of `phase_seconds`, as `explain` says them. The speed of a link comes from the table of devices, and that of a
-# disk is assumed. A transfer runs beside the computation, so it costs only the time by which
-# it is longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step.
-# Bytes count half if the change gives other gradients or needs more devices, or if they are estimated.
+# disk is assumed. A transfer runs beside the computation, so it costs only the time by which it is longer than the
+# step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step. Bytes count half if the
+# change gives other gradients (those that are only rounded differently count whole) or needs more devices, or if they
+# are estimated.
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.config.dump import yaml_of
 from disthooks.config.locate import from_config
 from disthooks.errors import DisthooksError
-from disthooks.predict.answers.snippets import checkpoint_code, fsdp_code
+from disthooks.predict.answers.chunked_loss import in_chunks
+from disthooks.predict.answers.snippets import checkpoint_code, fsdp_code, loss_code
 from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explanation import Explanation, Memory, ModuleRow
 from disthooks.predict.fake.builder import Builder
@@ -135,7 +137,7 @@ def advise(
 
     Args:
         limit: the limit of memory, in bytes. If the step is above it, a plan is tried, too, that keeps on the device
-            what fits there, and moves the rest.
+            what fits there, and moves the rest. If an exact change is below it, lossy codecs are not tried.
         patience: no new change is tried after this many seconds.
         progress: called with a line of text after each change.
         tried: the changes that were run before, which are not run again; those that are run here are added.
@@ -187,6 +189,8 @@ def changes(
     end = time.monotonic() + patience
     found: list[Advice] = []
     for each in _candidates(explanation):
+        if each.kind in _LOSSY and any(other.is_exact and other.nbytes <= (limit or 0) for other in found):
+            continue  # with a codec a step runs many more operators, so the prediction takes several times as long
         found += trial.of(each)
         if time.monotonic() > end:
             break
@@ -198,7 +202,7 @@ def changes(
             # The peak of OnCpu alone has its `in_flight`; the limit of a Tiered needs room for it.
             copies = parse_bytes(OnCpu().in_flight) if explanation.situation.device == "cuda" else 0
             found += trial.of(keeping(explanation, room, title, copies))
-    found += trial.estimates()
+    found += trial.estimates([each.title for each in found])
     return sorted(found, key=trial.worth, reverse=True)
 
 
@@ -212,10 +216,10 @@ class Trial:
         explanation: Explanation,
         progress: Callable[[str], None] | None,
         tried: Tried,
-        least: float = LEAST,
     ) -> None:
-        self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
-        self._least, self._before = least, explanation.needed_bytes
+        self._builder, self._explanation, self._tried = builder, explanation, tried
+        self._say = progress or (lambda text: None)
+        self._before = explanation.needed_bytes
         situation = explanation.situation
         self._device = situation.hardware or device_named(USUAL if situation.device == "cuda" else "cpu")
         self._seconds = self._seconds_of(explanation.record)
@@ -238,7 +242,7 @@ class Trial:
         record, stored = step.record, 0 if step.planned is None else step.planned.report().stored
         saves = self._before - nbytes
         self._say(f"{candidate.title}: {format_bytes(nbytes)}")
-        if saves < self._least * self._before:
+        if saves < LEAST * self._before:
             return [], step
         compute = self._seconds_of(record) - self._seconds
         if candidate.kind in ("batch", "shard"):
@@ -274,16 +278,18 @@ class Trial:
         )
         return [advice], step
 
-    def estimates(self) -> list[Advice]:
-        """The changes that cannot be run here. See [Note: how advice is made]."""
-        found = [each for each in _estimates(self._explanation, self._before) if each.saves >= LEAST * self._before]
+    def estimates(self, known: Sequence[str]) -> list[Advice]:
+        """The changes that cannot be run here, but those of ``known`` titles. See [Note: how advice is made]."""
+        given = _estimates(self._explanation, self._before)
+        found = [each for each in given if each.saves >= LEAST * self._before and each.title not in known]
         for each in found:
             self._say(f"{each.title}: about {format_bytes(each.nbytes)}")
         return found
 
     def worth(self, advice: Advice) -> float:
         """Bytes saved for each second of the step. See [Note: what advice costs]."""
-        is_worse = advice.is_estimate or not advice.is_exact or advice.kind == "shard"  # it needs more devices
+        changes_numbers = not advice.is_exact and advice.kind not in ("loss", "attention")  # these only round anew
+        is_worse = advice.is_estimate or changes_numbers or advice.kind == "shard"  # it needs more devices
         part = 0.5 if is_worse else 1.0
         return part * advice.saves / (self._seconds + advice.seconds or 1.0)
 
@@ -297,10 +303,6 @@ class Trial:
 
     def _seconds_of(self, record: StepRecord) -> float:
         return sum(phase_seconds(record.operators, self._device).values())
-
-    def _say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress(text)
 
 
 # -- candidates
@@ -321,8 +323,12 @@ def _candidates(explanation: Explanation) -> Iterator[Candidate]:
     if group is not None:
         title = f"checkpoint each of the {len(group.names)} {group.kind}"
         code = explanation.step.switch or checkpoint_code(group.names)
-        change = checkpointed(group.names, situation.change)
-        yield Candidate("checkpoint", title, replace(situation, change=change), code=code)
+        changed = situation.changed(checkpointed(group.names))
+        yield Candidate("checkpoint", title, changed, code=code)
+    heads = [row.name for row in explanation.modules if row.kind == "Linear"]
+    if heads and _probabilities(explanation) > 0.1 * at_peak.nbytes and hasattr(nn, "LinearCrossEntropyOptions"):
+        changed = situation.changed(in_chunks(heads[-1]))
+        yield Candidate("loss", _IN_CHUNKS, changed, code=loss_code(heads[-1]), is_exact=False, note=_ROUNDING)
     movable = sum(at_peak.by_category.get(each, 0) for each in ("saved for backward", "temporary"))
     if movable > 0.1 * at_peak.nbytes:
         yield from _plans(explanation, group)
@@ -352,6 +358,7 @@ def _candidates(explanation: Explanation) -> Iterator[Candidate]:
         yield Candidate("shard", f"shard the model over {ranks} ranks (FSDP2)", changed, note=note)
 
 
+_LOSSY = ("cast", "quantize")  # plans with a codec
 _ROUNDING = "gradients are rounded differently"
 
 
@@ -388,7 +395,7 @@ def planned(situation: Situation, kind: str, title: str, modules: str, **entry: 
     return Candidate(kind, title, changed, yaml, is_exact=not is_lossy, note=note)
 
 
-def keeping(explanation: Explanation, room: int, title: str, copies: int = 0, **entry: Any) -> Candidate:
+def keeping(explanation: Explanation, room: int, title: str, copies: int = 0) -> Candidate:
     """A plan that keeps ``room`` bytes of saved tensors on the device, in whole MiB, and moves the others.
 
     The limit of the device has ``copies`` bytes more, for copies under way.
@@ -397,7 +404,7 @@ def keeping(explanation: Explanation, room: int, title: str, copies: int = 0, **
     below = store["stores"] if store["kind"] == "Tiered" else [store]
     nearest = {"kind": "OnDevice", "limit": f"{room + copies >> 20} MiB"}
     tiers = {"kind": "Tiered", "stores": [nearest, *below]}
-    made = planned(explanation.situation, "tiers", title, "*", **entry, store=tiers)
+    made = planned(explanation.situation, "tiers", title, "*", store=tiers)
     return replace(made, stays=room >> 20 << 20)
 
 
@@ -410,10 +417,8 @@ def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
     return {"kind": "Tiered", "stores": [{"kind": "OnCpu", "limit": f"{HOST >> 30} GiB"}, disk]}, "the host and a disk"
 
 
-def checkpointed(names: Sequence[str], before: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
+def checkpointed(names: Sequence[str]) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
-        if before is not None:
-            before(model)
         for name in names:
             module: Any = model.get_submodule(name)
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
@@ -456,22 +461,20 @@ def largest_group(explanation: Explanation) -> Group | None:
 
 #: The optimizers of torch that bitsandbytes has with 8-bit state.
 _EIGHT_BITS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
-#: The mean loss of tokens in eight parts, of which backward computes the logits again.
-_LOSS = """\
-from torch.utils.checkpoint import checkpoint
-def loss_of_part(hidden, labels):
-    return torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
-parts = zip(hidden.flatten(0, -2).chunk(8), labels.flatten().chunk(8))
-loss = sum(checkpoint(loss_of_part, *each, use_reentrant=False) for each in parts) / labels.numel()"""
+_IN_CHUNKS = "compute the logits in chunks, inside the cross entropy"
+
+
+def _probabilities(explanation: Explanation) -> int:
+    """Bytes that cross entropies save, if they are there at the peak."""
+    return explanation.by_operator.get("aten._log_softmax", 0) if explanation.peak.phase != "optimizer" else 0
 
 
 def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
     at_peak = explanation.peak.by_category
-    logits = explanation.by_operator.get("aten._log_softmax", 0)
-    if logits and explanation.peak.phase != "optimizer":
+    logits = _probabilities(explanation)
+    if logits:
         text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward needs as many bytes again"
-        title = "compute the loss in chunks, or with a fused linear cross entropy"
-        yield _estimate("loss", f"{title} (head is the last linear layer)", text, logits, before, _LOSS)
+        yield _estimate("loss", _IN_CHUNKS, text, logits, before, loss_code("head"))
     scores = sum(
         explanation.record.allocations[each.allocation].nbytes
         for each in explanation.record.counted()

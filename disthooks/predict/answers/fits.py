@@ -69,15 +69,7 @@ class Largest:
     probes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "size": self.size,
-            "nbytes": self.nbytes,
-            "next_size": self.next_size,
-            "next_nbytes": self.next_nbytes,
-            "end": self.end,
-            "text": self.text,
-            "probes": self.probes,
-        }
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "what"}
 
 
 @dataclass(frozen=True)
@@ -150,11 +142,10 @@ def fits(
     if explanation is None:
         explanation = explain_built(builder, situation)
     given = explanation.needed_bytes
-    if progress is not None:
-        progress(f"as it is: {format_bytes(given)}")
+    detail, say = progress or (lambda text: None), found or (lambda text: None)
+    detail(f"as it is: {format_bytes(given)}")
     largest: dict[What, Largest] = {}
     change = cheapest(builder, explanation, limit, progress, tried=tried) if given > limit else None
-    say = found or (lambda text: None)
     for what in sizes:
         try:
             start = getattr(situation, what) or builder.size(what)
@@ -162,7 +153,7 @@ def fits(
             largest[what] = Largest(what, None, 0, None, None, "unset", str(error), 0)
             say(str(error))
             continue
-        search = _Search(builder, situation, limit, what, progress)
+        search = _Search(builder, situation, limit, what, detail)
         search.know(start, explanation)
         largest[what] = search.largest(start, patience)
         say(largest[what].text)
@@ -172,16 +163,9 @@ def fits(
 class _Search:
     """Looks for the largest size of one kind. See [Note: how a size is found]."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        situation: Situation,
-        limit: int,
-        what: What,
-        progress: Progress | None,
-    ) -> None:
+    def __init__(self, builder: Builder, situation: Situation, limit: int, what: What, say: Progress) -> None:
         self._builder, self._situation, self._limit, self._what = builder, situation, limit, what
-        self._most, self._progress = MOST, progress
+        self._most, self._say = MOST, say
         self._probes: dict[int, Probe] = {}
         self._low, self._high, self._unit, self._start = 0, MOST + 1, 1, 1  # low fits, and high does not
 
@@ -199,9 +183,8 @@ class _Search:
             found = self.know(size, Explanation(self._builder.name, situation, record_step(self._builder, situation)))
         except UsageError as error:
             found = self._probes[size] = Probe(size, 0, str(error))
-        if self._progress is not None:
-            said = found.refusal or f"{format_bytes(found.nbytes)}, {'fits' if self.does_fit(found) else 'too much'}"
-            self._progress(f"{_CALLED[self._what]} {size}: {said}")
+        said = found.refusal or f"{format_bytes(found.nbytes)}, {'fits' if self.does_fit(found) else 'too much'}"
+        self._say(f"{_CALLED[self._what]} {size}: {said}")
         return found
 
     def does_fit(self, probe: Probe) -> bool:
@@ -264,7 +247,7 @@ class _Search:
         if low:
             least = "at least " if is_unfinished or above is None else ""
             largest = "longest" if what == "seq" else "largest"
-            text = f"the {largest} {called} is {least}{low}, with {_exact(nbytes, next_nbytes)}"
+            text = f"the {largest} {called} is {least}{low}, with {format_bytes(nbytes)}"
         else:
             tried = " that was tried" if is_unfinished else ""
             text = f"no {called}{tried} fits" + (
@@ -285,12 +268,7 @@ class _Search:
         else:
             end = "limit"
             over = format_bytes(above.nbytes - self._limit)
-            text += f"{'; ' if low else ': '}{above.size} needs {_exact(above.nbytes, nbytes)}, {over} too much"
+            text += f"{'; ' if low else ': '}{above.size} needs {format_bytes(above.nbytes)}, {over} too much"
         if self._unit > 1:
             text += f" (multiples of {self._unit} were tried)"
         return Largest(what, low, nbytes, next_size, next_nbytes, end, text, len(self._probes))
-
-
-def _exact(nbytes: int, other: int | None) -> str:
-    is_same = other is not None and nbytes != other and format_bytes(nbytes) == format_bytes(other)
-    return f"{nbytes:,} bytes" if is_same else format_bytes(nbytes)
