@@ -1,6 +1,6 @@
 """Make the pictures of README: the pages of ``dh.explain`` and ``disthooks report``, in light and in dark, in Chromium.
 
-    python tools/picture.py                     # docs/img/explain-light.png, explain-dark.png, report-light.png, ...
+    python tools/picture.py                     # docs/img/explain-light.png, explain-narrow-dark.png, ...
     python tools/picture.py --layers 2 --out /tmp
 
 The page of ``dh.explain`` is of Llama 3.1 8B; the tables between the verdict and the curve are left out. That of
@@ -31,9 +31,11 @@ from disthooks.report.log import read  # noqa: E402
 from disthooks.report.page.page import page  # noqa: E402
 from tests.support.browser import Browser, find_browser  # noqa: E402
 
-WIDTH, HEIGHT = 1120, 900
+#: The pictures, and the size of the browser's window for each; what is narrow is for phones.
+SIZES = {"explain": (1120, 900), "explain-narrow": (390, 680), "report": (1120, 900)}
 #: What is not in the pictures.
 LEFT_OUT = {"explain": "#plans, #modules", "report": "#norms .chart:nth-of-type(n + 3), #norms .lead"}
+NARROW = ", .tiles, .chips, #head .legend, .lead"  # nor in those for phones, which have the width for one thing
 
 
 def llama_3_1_8b(layers: int = 32) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -72,17 +74,19 @@ def main() -> None:
     said = dh.explain(build, device="h100", optimizer="adamw", dtype=torch.bfloat16, engine="fsdp2", world=8, plan=plan)
     with tempfile.TemporaryDirectory() as folder, Browser(find_browser()) as browser:
         pages = {"explain": said.to_html(), "report": report_of_a_fault(pathlib.Path(folder))}
-        browser.resize(WIDTH, HEIGHT)
         browser.call("Emulation.setScrollbarsHidden", hidden=True)
-        for name, scheme in itertools.product(pages, ("light", "dark")):
+        for picture, scheme in itertools.product(SIZES, ("light", "dark")):
+            name, _, is_narrow = picture.partition("-")
+            browser.resize(*SIZES[picture])
             file = pathlib.Path(folder, f"{name}.html")
             file.write_text(pages[name], encoding="utf-8")
             browser.prefer(scheme)
             browser.open(file)
-            browser.run(f"document.querySelectorAll({LEFT_OUT[name]!r}).forEach((each) => each.remove())")
+            left_out = LEFT_OUT[name] + NARROW * bool(is_narrow)
+            browser.run(f"document.querySelectorAll({left_out!r}).forEach((each) => each.remove())")
             if name == "report":
                 browser.wait_for(lambda: browser.run("!!document.querySelector('#heat canvas')"))
-            browser.screenshot(args.out / f"{name}-{scheme}.png")
+            browser.screenshot(args.out / f"{picture}-{scheme}.png")
     print(str(said).partition("\n")[0])
 
 
