@@ -4,10 +4,8 @@
     python benchmarks/before.py v0.1.0 --only gradients
 
 Each turn runs every benchmark once in each of the two checkouts, each with its own script, in processes of their own;
-the commit that goes first changes from turn to turn. The older commit is checked out into a temporary folder. Printed
-and
-written as JSON are, for each figure: the median of both, the median of the ratios now / before of one turn each, and
-    the
+the commit that goes first changes from turn to turn. The older commit is checked out into a temporary folder. For each
+figure it prints, and writes as JSON, the medians of both, the median of the ratios now / before of one turn, and the
 smallest and largest of these ratios. A ratio whose range holds 1 is within the noise.
 """
 

@@ -262,5 +262,5 @@ def _watches(watch: Mapping[str, Any], builder: SpecBuilder, source: Source) -> 
             else:
                 watches[key].append(builder.spec(entry, noun, ("watch", key, i)))
     if not watches["rules"] and not watches["stats"]:
-        source.fail(("watch",), " has neither rules nor stats: nothing would be done")
+        source.fail(("watch",), " has neither rules nor stats, so nothing would be done: add `stats: full`, or rules")
     return watches
