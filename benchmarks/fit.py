@@ -4,16 +4,17 @@
 
 A transformer trains in memory, with every saved tensor on disk, and under budgets that leave 60 to 90% of the resident
 memory that its training adds to that of the process before the first step. With every layer in an activation checkpoint
-it trains without a budget, and under the same budgets: once as ``fit`` decides with the times that it measures, and once
-by size only, as it does before it has measured. A peer is torch's selective checkpoint, which keeps the results of matrix products.
+it trains without a budget, and under the same budgets: once as ``fit`` decides with the times that it measures, and
+once by size only, as it does before it has measured. A peer is torch's selective checkpoint, which keeps the results of
+matrix products.
 ``--throttle 200`` makes the disk as slow as that many MB/s, in reading and in writing.
 
 Each run is a process of its own, because resident memory is of a process. All of them live at once (16 processes of 0.7
 to 1.4 GiB at full size) and take turns step by step, each turn in an order of its own, because the steps of one process
 drift by a third within minutes on a shared machine. Of each process the peaks of all steps count, and the seconds of
 those after the 28th, when ``fit`` has found its limit and has kept or given up its mixture. Ratios are of two steps of
-the same turn. Their medians are printed and written as JSON, with the time over that of "size only" and the middle half of
-the turns, and drawn as SVG with ``--figure``. All runs have ``disthooks.memory.release_promptly()``, without which
+the same turn. Their medians are printed and written as JSON, with the time over that of "size only" and the middle half
+of the turns, and drawn as SVG with ``--figure``. All runs have ``disthooks.memory.release_promptly()``, without which
 memory that was freed stays resident.
 """
 
