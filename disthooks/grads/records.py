@@ -83,14 +83,15 @@ class StepNumbers:
         if self.is_sent:
             return
         parts, self._parts, self.is_sent = self._parts, [], True
-        self._rows = [(part if part.dtype is torch.int64 else part.double()).reshape(-1) for part in parts]
-        for device in dict.fromkeys(row.device for row in self._rows):
-            places = [i for i, row in enumerate(self._rows) if row.device == device]
-            bits = torch.cat([self._rows[i].view(torch.int64) for i in places])
-            pieces = torch.split(bits.to("cpu", non_blocking=True), [len(self._rows[i]) for i in places])
+        rows = [(part if part.dtype is torch.int64 else part.double()).reshape(-1) for part in parts]
+        self._rows = list(rows)
+        for device in dict.fromkeys(row.device for row in rows):
+            places = [i for i, row in enumerate(rows) if row.device == device]
+            bits = torch.cat([rows[i].view(torch.int64) for i in places])
+            pieces = torch.split(bits.to("cpu", non_blocking=True), [len(rows[i]) for i in places])
             self._events += [event_on(current_stream(device))] if on_accelerator(bits) else []
             for i, piece in zip(places, pieces, strict=True):
-                self._rows[i] = piece.view(self._rows[i].dtype)
+                self._rows[i] = piece.view(rows[i].dtype)
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would wait for nothing."""
