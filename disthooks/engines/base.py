@@ -250,12 +250,15 @@ class Engine:
         has_other_parts: whether there are other models, or other ranks with models of their own.
         copied: the names of parameters that several ranks have alike, as the user has said.
         has_named_state: whether the optimizer keeps its state by parameter, not by partition.
+        first_sum_differs: whether the first step sums the gradients of more than two ranks in another order than later
+            ones.
     """
 
     label: ClassVar[str] = "a plain module"
     trains_alone: ClassVar[bool] = False
     may_step_unreduced: ClassVar[bool] = False
     reduces_late: ClassVar[bool] = False
+    first_sum_differs: ClassVar[bool] = False
     has_other_parts: bool = False
     copied: frozenset[str] = frozenset()
     has_named_state: bool = True
@@ -368,6 +371,21 @@ class Engine:
                 if able:
                     handles.append(parameter.register_hook(functools.partial(hook, i)))  # type: ignore[no-untyped-call]
         return handles
+
+    # -- a second run of a step (grads/rerun.py)
+
+    def sync_flags(self) -> list[tuple[Any, str]]:
+        """The attributes, with their owners, that say whether the next backward reduces the gradients."""
+        return []
+
+    @torch.no_grad()
+    def drop_gradients(self, had: Sequence[bool]) -> None:
+        """Make gradients as they were before the first backward of a step: 0 where ``had`` is true, None elsewhere."""
+        for shard, was_there in zip(self.shards, had, strict=True):
+            if shard.parameter.grad is not None and was_there:
+                shard.parameter.grad.zero_()
+            else:
+                shard.parameter.grad = None
 
     # -- the optimizer and its step
 

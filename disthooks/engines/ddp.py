@@ -48,6 +48,7 @@ class Ddp(Engine):
     label = "DDP"
     may_step_unreduced = True
     reduces_late = True
+    first_sum_differs = True  # its buckets are made anew after the first step
 
     def __init__(self, model: nn.Module) -> None:
         wrapper: Any = model
@@ -99,6 +100,9 @@ class Ddp(Engine):
     def keeps_gradients(self) -> str:
         kinds = (type(state).__name__ for _, state in self._wrapper._comm_hooks if hasattr(state, "error_dict"))
         return next((f"DDP's communication hook ({kind})" for kind in kinds), "")
+
+    def sync_flags(self) -> list[tuple[Any, str]]:
+        return [(self._wrapper, "require_backward_grad_sync")]
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         # DDP asks the same in its forward, and prepares its reducer or does not.

@@ -127,6 +127,13 @@ class DeepSpeed(Engine):
     def is_first_gradient(self, index: int) -> bool:
         return False  # this cannot be known: DeepSpeed accumulates gradients in buffers of its own
 
+    def sync_flags(self) -> list[tuple[Any, str]]:
+        return [(self._engine, "micro_steps"), (self._engine, "_is_gradient_accumulation_boundary")]
+
+    def drop_gradients(self, had: Sequence[bool]) -> None:
+        self._partitions.drop_gradients()
+        self._engine.zero_grad()
+
     def step_of(self, optimizer: Any) -> Step:
         """The step of the torch optimizer inside the engine's; ``optimizer`` may be None.
 

@@ -306,6 +306,9 @@ class Fsdp1(Engine):
                 )
         super().check()
 
+    def sync_flags(self) -> list[tuple[Any, str]]:
+        return [(module, "_sync_gradients") for module in self.model.modules() if is_of_class(module, _FSDP1)]
+
     def watch_backward(self, see: Callable[[], None]) -> list[Removable]:
         return [unit.watch_backward(see) for unit in self._units]
 

@@ -213,6 +213,9 @@ class Fsdp2(Engine):
             )
         return ""
 
+    def sync_flags(self) -> list[tuple[Any, str]]:
+        return [(group, name) for group in self._groups for name in ("reduce_grads", "all_reduce_grads")]
+
     def has_own_batch(self) -> bool:
         # FSDP must shard every DTensor over all ranks; under tensor parallelism ranks share a batch.
         spread: set[int] = set()

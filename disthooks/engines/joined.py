@@ -116,6 +116,7 @@ class Joined(Engine):
         self.may_step_unreduced = False  # type: ignore[misc]
         self.reduces_late = any(engine.reduces_late for engine in engines)  # type: ignore[misc]
         self.has_named_state = all(engine.has_named_state for engine in engines)
+        self.first_sum_differs = any(engine.first_sum_differs for engine in engines)  # type: ignore[misc]
         failure = ""
         local: list[OwnParameter] = []
         try:
@@ -153,6 +154,9 @@ class Joined(Engine):
     @property
     def prefixes(self) -> Sequence[str]:
         return self._prefixes
+
+    def sync_flags(self) -> list[tuple[Any, str]]:
+        return [flag for engine in self.engines for flag in engine.sync_flags()]
 
     def union(self, names: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(name for told in self._gather(list(names)) for name in told))

@@ -185,6 +185,12 @@ class Step:
         return max(0 if hooks is None else hooks.gradients.backwards for hooks in found)
 
     @property
+    def has_other_functions(self) -> bool:
+        """Whether another attachment has functions for one of the optimizers."""
+        hooks = [OptimizerHooks.find(optimizer) for optimizer in self.optimizers]
+        return any(each is not None and len(each.steps) > 1 for each in hooks)
+
+    @property
     def has_unused_backward(self) -> bool:
         """Whether there was a backward since the last step was made."""
         return self.backwards > self._backwards_before

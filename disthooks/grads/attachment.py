@@ -23,9 +23,10 @@ from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
 from disthooks.grads.buffers import BuffersBefore
 from disthooks.grads.gradients_report import GradientsReport, no_step_followed
-from disthooks.grads.plan import BoundRule
+from disthooks.grads.kept_states import KeptStates
 from disthooks.grads.records import MeasuredStep, StepRecord, StepRecords, UnwrittenRecords
-from disthooks.grads.rules.base import Only, Rule
+from disthooks.grads.rerun import P, Rerun, T
+from disthooks.grads.rules.base import Rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
 from disthooks.grads.stats.base import Stat, State
 from disthooks.grads.step import StepChecks, StepResult, StepRunner
@@ -89,6 +90,7 @@ class Gradients(Attachment):
         self.nonfinite_steps = 0
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
+        self._states = KeptStates(runner, records.stats)
         self._parts_of_loss: Callable[[], int] | None = None
         self._was_logged = True  # the step that was made last
         self._begun: BegunStep | None = None  # the step whose rules have been applied, and that is not made yet
@@ -101,6 +103,8 @@ class Gradients(Attachment):
         called = (*runner.forward_hooks.models_called, *engine.models)
         self._buffers = BuffersBefore(engine.models, called, config.restore_buffers)
         self._may_skip = any(bound.rule.skips for bound in plan.rules)
+        self._rerun = Rerun(engine, step, runner.group, runner.device, self._buffers)
+        self.on_remove(self._rerun.remove)
         try:
             for handle in self._buffers.attach() if self._may_skip else ():
                 self.on_remove(handle.remove)
@@ -173,6 +177,43 @@ class Gradients(Attachment):
         """
         self._runner.forward_hooks.note_loss(loss)
 
+    def rerun(self, function: Callable[P, T], *, probe: bool = True) -> Callable[P, T]:
+        """The function that makes the gradients of a micro-batch, wrapped so that a bad step is run once more.
+
+        When the rules would leave a step out, all ranks make the calls since the last step again, from the same
+        arguments, random numbers and buffers. If the gradients are good this time, and have other bits, the fault was
+        transient, and the step is made with them. If they have the same bits, or are bad again, the step is left out.
+        The record of the step has ``rerun``: "transient", "repeats", "differs" (not deterministic), or "refused", with
+        ``rerun_why``; ``rerun_calls``, ``rerun_seconds``, and ``rerun_ranks``: where the function returned other bits.
+
+        In each step the host waits once, for the decision. The arguments are held until the step is made.
+
+        Args:
+            function: makes the gradients of one micro-batch, forward and backward; what it draws at random comes from
+                the generators of torch, numpy and Python. It must not step.
+            probe: whether one good step is run again, too. If it gives other bits, that is an error on all ranks.
+
+        Raises:
+            UsageError: when no rule leaves steps out, or a second run could not give the same gradients: a
+                communication hook with a state, LBFGS, parameters of other optimizers.
+
+        >>> from disthooks import SkipNonFinite, gradients
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with gradients(model, optimizer, rules=[SkipNonFinite()]) as watch:
+        ...     forward_backward = watch.rerun(lambda x: model(x).sum().backward())
+        ...     forward_backward(torch.tensor([[1.0, torch.inf]]))
+        ...     optimizer.step()
+        ...     watch.flush()
+        >>> watch.last_nonfinite["rerun"], watch.was_skipped
+        ('repeats', True)
+        """
+        if not self._may_skip:
+            raise UsageError("rerun(): no rule leaves steps out: add SkipNonFinite() or SkipSpike()")
+        if not self._config.restore_buffers:
+            raise UsageError("rerun(): a second run needs the buffers from before: leave out restore_buffers=False")
+        return self._rerun.wrap(function, probe)
+
     @property
     def asks_for_loss(self) -> bool:
         return self._runner.forward_hooks.has_loss
@@ -216,6 +257,7 @@ class Gradients(Attachment):
         """Measure and rewrite; returns whether to leave the step out, as a bool on the device."""
         self._forget_begun()  # gradients have changed since the loop began this step
         self._checks.before_step(self.steps)
+        self._rerun.begin_step()
         self._warn_of_kept_gradients()
         self._publish(self._records.read(wait=self._records.must_be_read))
         self._records.raise_errors()
@@ -228,14 +270,23 @@ class Gradients(Attachment):
         is_logged, is_measured = self._is_logged(), self._is_measured()
         is_frequent = self._config.every == 1 or self._config.recent > 0
         has_others = len(step.stepping) < len(step.optimizers)
-        states = self._runner.copied_states() if step.is_early else ()
-        result = self._runner.run(self.steps, is_measured, is_frequent, step.stepping, has_others)
+        states = self._runner.copied_states() if step.is_early or self._rerun.is_used else ()
+        run = functools.partial(self._runner.run, self.steps, is_measured, is_frequent, step.stepping, has_others)
+        result = self._rerun.judge(self.steps, run(), functools.partial(self._put_back, states), run)
         self._begun = BegunStep(result, is_logged, is_measured, states)
         return result.skip()
+
+    def _put_back(self, states: Sequence[State]) -> None:
+        """What rules and hooks have noted of this step is forgotten, because it is run again."""
+        self._runner.restore_states(states)
+        self._runner.end_step(is_made=False)
+        self._records.loop.forget_forwards()
+        self._begin_hooks()
 
     def _step_is_made(self) -> None:
         """An optimizer steps, with the gradients that were measured."""
         begun, self._begun = self._begun, None
+        self._rerun.forget()
         if begun is None:  # inside backward
             return
         result = begun.result
@@ -275,6 +326,7 @@ class Gradients(Attachment):
     def _step_is_dropped(self) -> None:
         """A ``GradScaler`` has kept the step back: what was noted for it belongs to no step."""
         self._forget_begun()
+        self._rerun.forget()
         self._runner.end_step(is_made=False)
         self._records.loop.forget_forwards()
 
@@ -391,6 +443,8 @@ class Gradients(Attachment):
 
     def _publish(self, reading: tuple[int, list[StepRecord]], known: Mapping[str, float] | None = None) -> None:
         """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
+        for fields, _, _ in reading[1]:
+            fields.update(self._rerun.facts.pop(fields["step"], {}))
         self._note_nonfinite(reading)
         for fields, is_logged, _ in reading[1]:
             if is_logged:
@@ -525,14 +579,7 @@ class Gradients(Attachment):
         """
         if any(state for _, state in self._records.stats):
             self.flush()  # the step that was logged last belongs to the averages
-        copied = {
-            part: [[kind, {name: value.cpu().clone() for name, value in state.items()}] for kind, state in states]
-            for part, states in self._states().items()
-        }
-        for bound, entry in zip(self._runner.plan.rules, copied["rules"], strict=True):
-            if bound.rule.by_parameter:
-                entry.append(self._names(bound))
-        return {"steps": self.steps, **copied}
+        return {"steps": self.steps, **self._states.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`; call it on every rank, between the same two steps.
@@ -544,53 +591,9 @@ class Gradients(Attachment):
                 numbers of parameters; nothing is changed then.
         """
         check_state(state, "steps", "rules")  # a state of version 0.1 may have no "stats"
-        mine = self.state_dict()
-        given = {part: [[kind, dict(found)] for kind, found, *_ in state.get(part, [])] for part in ("rules", "stats")}
-        for part in given:
-            # All is checked before anything changes.
-            _check_states(part, [entry[:2] for entry in mine[part]], given[part])
-        for bound, entry, (_, found) in zip(self._runner.plan.rules, state["rules"], given["rules"], strict=True):
-            if bound.rule.by_parameter:
-                found |= _in_order(bound.rule, found, entry[2], self._names(bound))
+        self._states.load(state)
         self._begun = None
         self._checks.counts.loaded()
         self.steps = int(state["steps"])
         self._records.forget_recent()  # of steps that are made again now
         self._begin_hooks()
-        for part, states in self._states().items():
-            for (_, target), (_, found) in zip(states, given[part], strict=True):
-                for name, value in found.items():
-                    target[name].copy_(value)
-
-    def _names(self, bound: BoundRule) -> list[str]:
-        return [self._runner.plan.shards[i].name for i in bound.indices]
-
-    def _states(self) -> dict[str, list[tuple[str, State]]]:
-        """The states of rules and of statistics, each with the name of its kind."""
-        kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._runner.plan.rules]
-        stats = [(type(stat).__name__, state) for stat, state in self._records.stats if state]
-        return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
-
-
-def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
-    kinds, given = [kind for kind, _ in mine], [kind for kind, _ in theirs]
-    if kinds != given:
-        raise UsageError(f"the state is of the {part} {given}, and these are attached: {kinds}")
-    for (kind, own), (_, found) in zip(mine, theirs, strict=True):
-        shapes, others = ({name: tuple(value.shape) for name, value in state.items()} for state in (own, found))
-        if shapes != others:
-            raise UsageError(f"the state of {kind} has the shapes {others}, and {shapes} are needed")
-
-
-def _in_order(rule: Rule, state: State, given: Sequence[str], wanted: Sequence[str]) -> State:
-    """The tensors of a rule that are by parameter, in the order of ``wanted``."""
-    place = {name: i for i, name in enumerate(given)}
-    if missing := [name for name in wanted if name not in place]:
-        shown = ", ".join(map(repr, missing[:3]))
-        raise UsageError(f"the state of {rule!r} has nothing of {shown}: load a state of the same parameters")
-    order = torch.tensor([place[name] for name in wanted])
-    return {name: state[name].index_select(-1, order) for name in rule.by_parameter}
-
-
-def _kind(rule: Rule) -> str:
-    return f"only:{_kind(rule.rule)}" if isinstance(rule, Only) else type(rule).__name__

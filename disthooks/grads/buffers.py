@@ -116,6 +116,14 @@ class BuffersBefore:
         say(float(decision))
         return []
 
+    def has_lost(self) -> bool:
+        """Whether the forwards of this step changed a buffer whose elements were not kept."""
+        return any(each.copy is None and each.has_changed() for each in self._buffers)
+
+    def put_back_now(self) -> None:
+        """Make the buffers as they were before the forwards of this step."""
+        self._put_back(torch.ones((), dtype=torch.bool))
+
     def _say(self, step: int, is_skipped: float) -> None:
         names = [each.name for each in self._buffers if each.is_copied]
         if is_skipped and names and not self._has_said:

@@ -26,7 +26,7 @@ from disthooks.report.log import Run, number
 from disthooks.report.loop import changes
 from disthooks.report.moved import values_of
 from disthooks.report.record import Record
-from disthooks.report.sentences import figure, nonfinite_entries, peak_of, seconds, verdict
+from disthooks.report.sentences import figure, nonfinite_entries, peak_of, rerun_words, seconds, verdict
 from disthooks.report.timeline import timeline
 
 _CELLS = 440_000  # numbers of a heat map
@@ -338,6 +338,8 @@ def happenings(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
         for key, text in _DECIDED.items():
             if (record.get(key) or 0.0) > 0 and record.step not in named:
                 found.append({"step": record.step, "kind": "skipped", "rank": None, "text": text})
+        if words := rerun_words(record):
+            found.append({"step": record.step, "kind": "rerun", "rank": None, "text": words[:1].upper() + words[1:]})
         if record.restart > lives:
             lives = record.restart
             found.append({"step": record.step, "kind": "restart", "rank": None, "text": f"Restart number {lives}."})

@@ -43,7 +43,8 @@ def verdict(run: Run, found: Timeline) -> list[str]:
         more = len(culprits) - _FEW
         things = f"{more} more things stand out; the last" if more > 1 else "1 more thing stands out: it"
         wrong.append(f"{things} is at step {max(named)}.")
-    others = [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named)]
+    again = [f"Step {record.step}: {words}" for record in run.records if (words := rerun_words(record))]
+    others = [*_nonfinite_said(run), *_norm_said(run, named), *_rank_said(run, named), *again[:_FEW]]
     wrong += others
     if not others and all(culprit.kind == "noted" for culprit in culprits):
         wrong.insert(0, nothing_said(run, found))
@@ -54,6 +55,22 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     if len(changed) > _FEW:
         told.append(f"The loop changed {len(changed) - _FEW} more things; the last at step {changed[-1].step}.")
     return [*wrong, *told, *_clipping_said(run, untold), *_saving_said(run), *found.unseen]
+
+
+def rerun_words(record: Record) -> str:
+    """What a second run of a step showed (grads/rerun.py); "" if there was none."""
+    from disthooks.report.watch.replicas import format_ranks
+
+    where = f" on {format_ranks(record.rerun_ranks, ' and ')}" if record.rerun_ranks else ""
+    if record.rerun == "transient":
+        words = f"a rule left it out; run again, its gradients were good, with other bits{where}: the step was made."
+        return words + (f" Test the device of{where.removeprefix(' on')} if it comes again." if where else "")
+    said = {
+        "repeats": "run again, it gave the same bits: the fault is in the data or in the program.",
+        "differs": f"run again, it gave other bits{where}, and no good step: the function is not deterministic.",
+        "refused": f"it was not run again: {record.rerun_why}.",
+    }
+    return said.get(record.rerun, "")
 
 
 def nothing_said(run: Run, found: Timeline) -> str:

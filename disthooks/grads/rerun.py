@@ -1,0 +1,392 @@
+"""``Rerun``: makes the gradients of a bad step once more, and tells whether the fault comes again."""
+
+# [Note: what a second run tells]
+# The rules have left a step out. Was it the hardware or the program? The calls that made the gradients are made again,
+# from the same arguments, random numbers and buffers. If the gradients are good this time and have other bits, the
+# fault was transient, and the step is made with the new ones: training goes on with the bits of a run without a fault.
+# If they have the same bits, the fault is in the data or in the program. If they are bad again with other bits, the
+# program is not deterministic, and nothing is known. A function that draws its own data would look like the first
+# case, so one good step is run again, too, and must give the same bits.
+# Bits are compared by checksums of positions (_hashing.py), after the rules, so a gradient that a rule made NaN as a
+# whole says nothing. So the merged numbers that were measured before the rules are compared as well.
+# Reduced gradients differ on all ranks when one rank went wrong. What the function returned, the loss mostly, differs
+# on that rank alone.
+#
+# [Note: all ranks or none]
+# A second run has the collectives of a first one. So the ranks agree before it that each of them can run again, and
+# made as many calls; and every error is raised on all ranks. Whether to ask follows from numbers that all ranks have
+# alike: the decision, and the number of the step.
+#
+# [Note: what is put back]
+# Before the calls: the states of rules, what hooks have noted of this step, buffers, gradients. Before each one: random
+# numbers, autocast, and the engine's flags that say whether a backward reduces. After the calls the random numbers are
+# those that the step had before. Arguments are held by reference, so memory is that of the micro-batches of one step;
+# one that was changed in place cannot be used again.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from disthooks._hashing import Checksums, signed64
+from disthooks._streams import refuse_capture
+from disthooks._tensors import local_part
+from disthooks.engines.base import Engine
+from disthooks.engines.scalers import scalers
+from disthooks.engines.step import Step
+from disthooks.errors import UsageError
+from disthooks.grads import collectives
+from disthooks.grads.buffers import BuffersBefore
+from disthooks.grads.step import StepResult
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Why a step cannot be run again, as ranks tell each other by the place in this list.
+_REASONS = (
+    "",
+    "no call of the function since the last step",
+    "a call raised",
+    "gradients came from a backward outside of the function",
+    "gradients were there before the first call, and were not 0",
+    "the loop changed the gradients between the call and the step",
+    "an argument was changed in place after the call",
+    "the forward changed a buffer for the first time",
+    "other attachments watch the same optimizers",
+    "an optimizer of the attachment does not step now",
+    "the first step of DDP on more than two ranks sums in another order than later ones",
+)
+
+
+class RandomStates(NamedTuple):
+    """The states of random number generators: torch's on the CPU and on a device, numpy's and Python's.
+
+    >>> before = RandomStates.now(torch.device("cpu"))
+    >>> drawn = torch.rand(3), random.random()
+    >>> before.put_back()
+    >>> bool((torch.rand(3) == drawn[0]).all()), random.random() == drawn[1]
+    (True, True)
+    """
+
+    cpu: torch.Tensor
+    on_device: tuple[Any, torch.device, torch.Tensor] | None
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomStates:
+        on_device = None
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            on_device = module, device, module.get_rng_state(device)
+        numpy = sys.modules.get("numpy")
+        own = None if numpy is None else numpy.random.get_state()
+        return cls(torch.get_rng_state(), on_device, own, random.getstate())
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.on_device is not None:
+            module, device, state = self.on_device
+            module.set_rng_state(state, device)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+class _Call:
+    """One call of the function, which can be made again. See [Note: what is put back]."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, flags: Any) -> None:
+        self._function, self._args, self._kwargs = function, args, kwargs
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+        self._random = RandomStates.now(device)
+        kinds = dict.fromkeys(("cpu", device.type))
+        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._flags = [(owner, name, getattr(owner, name)) for owner, name in flags]
+
+    @property
+    def has_changed(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._versions)
+
+    def make(self) -> Any:
+        return self._function(*self._args, **self._kwargs)
+
+    def make_again(self) -> Any:
+        self._random.put_back()
+        for owner, name, value in self._flags:
+            setattr(owner, name, value)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, is_enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, is_enabled))
+            return self.make()
+
+
+class Rerun:
+    """The calls since the last step, and the second run of them. See [Note: what a second run tells].
+
+    Attributes:
+        facts: what the records of steps say of second runs, by step.
+        is_used: whether a function was wrapped.
+    """
+
+    def __init__(self, engine: Engine, step: Step, group: Any, device: torch.device, buffers: BuffersBefore) -> None:
+        self.facts: dict[int, dict[str, Any]] = {}
+        self._engine, self._step, self._group, self._device = engine, step, group, device
+        self._buffers, self._checksums = buffers, Checksums()
+        self._should_probe = False
+        self.is_used = self._is_inside = False
+        self.forget()
+
+    def forget(self) -> None:
+        """The step is made, or dropped: the calls belong to no other one."""
+        self._calls: list[_Call] = []
+        self._returned: list[torch.Tensor] = []
+        self._problem = ""
+        self._had_gradients: list[bool] = []
+        self._before: list[torch.Tensor] = []  # the gradients that were there before the first call
+        self._after: Any = None  # what gradients were there after the last call, and when the step began
+        self._now: Any = None
+
+    def remove(self) -> None:
+        """From now on the function is called as it is."""
+        self.is_used = False
+        self.forget()
+
+    def wrap(self, function: Callable[P, T], probe: bool) -> Callable[P, T]:
+        if not callable(function):
+            raise UsageError(f"rerun() takes the function that makes the gradients of a micro-batch, not {function!r}")
+        self._refuse_strangers()
+        self.is_used, self._should_probe = True, probe
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return self._call(function, args, kwargs)
+
+        return call
+
+    def _refuse_strangers(self) -> None:
+        if kept := self._engine.keeps_gradients():
+            raise UsageError(f"rerun(): {kept} keeps a part of each step's gradients, so a second run gives others")
+        if any(isinstance(each, torch.optim.LBFGS) for each in self._step.optimizers):
+            raise UsageError("rerun(): LBFGS makes gradients inside of its step, as often as it likes")
+        owned = {id(each) for each in self._engine.optimizer_parameters(self._step)}
+        others = [s.name for s in self._engine.shards if s.parameter.requires_grad and id(s.parameter) not in owned]
+        if others:
+            raise UsageError(
+                f"rerun(): {others[0]!r} and {len(others) - 1} other parameters need gradients, and no optimizer of "
+                "this attachment has them: a second backward would add to their gradients. Attach to all optimizers, "
+                "or freeze these parameters"
+            )
+
+    # -- the first run
+
+    def _call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+        if not self.is_used or self._is_inside:
+            return function(*args, **kwargs)
+        refuse_capture("a function of rerun()", "call it outside of the graph")
+        if torch.is_inference_mode_enabled():
+            raise UsageError("rerun(): the function is called in inference_mode, where no gradient is made")
+        if drawn := [leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "__next__")]:
+            raise UsageError(
+                f"rerun(): an argument is an iterator ({type(drawn[0]).__name__}), which gives other data the second "
+                "time: take the batch out of it, and give that"
+            )
+        self._begin_call()
+        call = _Call(function, args, kwargs, self._device, self._engine.sync_flags())
+        self._calls.append(call)
+        self._is_inside = True
+        try:
+            returned: T = call.make()
+        except BaseException:
+            self._problem = self._problem or _REASONS[2]
+            raise
+        finally:
+            self._is_inside = False
+        self._returned += _numbers(returned)
+        self._after = self._marks()
+        return returned
+
+    def _begin_call(self) -> None:
+        gradients = [shard.parameter.grad for shard in self._engine.shards]
+        if self._calls and all(each is None for each in gradients) and any(self._after[1]):
+            self.forget()  # the loop has dropped the gradients and begins again
+        if not self._calls:
+            self._had_gradients = [gradient is not None for gradient in gradients]
+            there = [local_part(gradient) for gradient in gradients if gradient is not None]
+            self._before = [torch.stack([part.count_nonzero() for part in there]).sum()] if there else []
+        elif self._marks() != self._after:
+            self._problem = self._problem or _REASONS[5 if self._marks()[0] == self._after[0] else 3]
+
+    def _marks(self) -> Any:
+        """How many backwards there were, and which gradients are there, with their versions."""
+        gradients = [shard.parameter.grad for shard in self._engine.shards]
+        return self._step.backwards, [None if g is None else (id(g), g._version) for g in gradients]
+
+    # -- the second run
+
+    def begin_step(self) -> None:
+        """A step begins; rules have not changed its gradients yet.
+
+        Raises:
+            UsageError: inside of the function, because a second run would make a second step.
+        """
+        if self._is_inside:
+            raise UsageError(
+                "rerun(): the optimizer steps inside of the function, so a second run would make a second step: give "
+                "the part that ends with backward()"
+            )
+        if self.is_used:
+            self._now = self._marks()
+
+    def judge(
+        self, number: int, result: StepResult, put_back: Callable[[], None], run: Callable[[], StepResult]
+    ) -> StepResult:
+        """Run the step again if ``result`` leaves it out, or to probe; the result that counts.
+
+        Args:
+            number: of the step.
+            put_back: puts back what rules and hooks have noted of the step.
+            run: measures the gradients and applies the rules.
+
+        Raises:
+            UsageError: on all ranks, if a good step gave other bits the second time.
+        """
+        if not self.is_used:
+            return result
+        decision = result.skip()
+        is_bad = decision is not None and bool(decision)  # the host waits for the device
+        if not is_bad and not (self._should_probe and number > 0):
+            return result
+        began, told = time.perf_counter(), self._tell([len(self._calls), _REASONS.index(self._reason(number))])
+        counts, why = {row[0] for row in told}, next((_REASONS[row[1]] for row in told if row[1]), "")
+        if why or len(counts) > 1:
+            if is_bad:
+                self._note(number, result, "refused", why or f"the ranks made {sorted(counts)} calls", [], began)
+            return result
+        first = self._bits(), self._returned
+        put_back()
+        self._buffers.put_back_now()
+        self._make_again()
+        self._unscale_again()
+        second = run()
+        is_other, is_here = self._differs(first, result, second)
+        found = self._tell([is_other, is_here])
+        differs = any(row[0] for row in found)
+        if not is_bad:
+            self._end_probe(differs, [rank for rank, row in zip(self._engine.ranks, found, strict=True) if row[1]])
+            return second
+        again = second.skip()
+        is_good = again is not None and not bool(again)
+        kind = "transient" if is_good and differs else "differs" if is_good or differs else "repeats"
+        ranks = [rank for rank, row in zip(self._engine.ranks, found, strict=True) if row[1]]
+        chosen = result if kind == "differs" and is_good else second
+        self._note(number, chosen, kind, "", ranks, began)
+        return chosen
+
+    def _reason(self, number: int) -> str:
+        """Why this rank cannot run the step again; "" if it can."""
+        if not self._calls:
+            return _REASONS[1]
+        if self._problem:
+            return self._problem
+        is_scaled = any(scalers.is_known(each) for each in self._step.optimizers)
+        checks = [
+            (3, self._now[0] != self._after[0]),
+            (4, any(bool(count) for count in self._before)),
+            (5, self._now != self._after and not is_scaled),
+            (6, any(call.has_changed for call in self._calls)),
+            (7, self._buffers.has_lost()),
+            (8, self._step.has_other_functions),
+            (9, len(self._step.stepping) < len(self._step.optimizers)),
+            (10, number == 0 and len(self._engine.ranks) > 2 and self._engine.first_sum_differs),
+        ]
+        return next((_REASONS[place] for place, is_so in checks if is_so), "")
+
+    def _make_again(self) -> None:
+        now = RandomStates.now(self._device)
+        flags = [(owner, name, getattr(owner, name)) for owner, name in self._engine.sync_flags()]
+        self._engine.drop_gradients(self._had_gradients)
+        self._returned, self._is_inside = [], True
+        try:
+            for call in self._calls:
+                self._returned += _numbers(call.make_again())
+        finally:
+            self._is_inside = False
+            now.put_back()
+            for owner, name, value in flags:
+                setattr(owner, name, value)
+
+    def _unscale_again(self) -> None:
+        """A ``GradScaler`` has divided the first gradients; it asks ``found_inf`` of the step when it is made."""
+        for optimizer in self._step.optimizers:
+            scaler = scalers.of(optimizer)
+            if scaler is None or not scaler.is_enabled():
+                continue
+            found = torch.zeros((), dtype=torch.float32, device=scaler._scale.device)
+            inverse = scaler._scale.double().reciprocal().float()
+            state = scaler._per_optimizer_states[id(optimizer)]
+            state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inverse, found, False)
+
+    def _bits(self) -> int:
+        """A checksum of the gradients on this rank."""
+        total = 0
+        for place, shard in enumerate(self._engine.shards):
+            gradient = shard.gradient()
+            total += 0 if gradient is None else (2 * place + 1) * int(self._checksums(gradient))
+        return signed64(total)
+
+    def _differs(self, first: tuple[int, list[torch.Tensor]], one: StepResult, two: StepResult) -> tuple[bool, bool]:
+        """Whether gradients or merged numbers have other bits than the first time, and what the function returned."""
+        pairs = [(a, b) for x, y in zip(one.merged, two.merged, strict=True) for a, b in zip(x, y, strict=True)]
+        is_other = first[0] != self._bits() or not all(_same_bits(a, b) for a, b in pairs)
+        returned = zip(first[1], self._returned, strict=False)
+        is_here = len(first[1]) != len(self._returned) or not all(_same_bits(a, b) for a, b in returned)
+        return is_other, is_here
+
+    def _end_probe(self, differs: bool, ranks: Sequence[int]) -> None:
+        self._should_probe = False
+        if differs:
+            where = f" on the ranks {list(ranks)}" if ranks else ""
+            raise UsageError(
+                f"rerun(): the function gave other gradients when it was called again with the same arguments{where}: "
+                "it draws its own data, has a torch.Generator of its own, or uses kernels that are not deterministic "
+                "(torch.use_deterministic_algorithms). Give the data as arguments; with probe=False such a function is "
+                "taken, and a fault that repeats may be called transient"
+            )
+
+    def _note(self, number: int, result: StepResult, kind: str, why: str, ranks: Sequence[int], began: float) -> None:
+        self.facts[number] = {
+            "rerun": kind,
+            "rerun_calls": len(self._calls),
+            **({"rerun_why": why} if why else {}),
+            **({"rerun_ranks": list(ranks)} if ranks else {}),
+            "rerun_seconds": time.perf_counter() - began,
+        }
+        # The event makes a record of the step, whether it is logged or not.
+        result.events.append((torch.ones((), device=self._device), {}))
+
+    def _tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, in the order of ranks."""
+        return collectives.gather(self._group, torch.tensor(numbers, dtype=torch.int64, device=self._device))
+
+
+def _numbers(returned: Any) -> list[torch.Tensor]:
+    """Copies of the tensors of one element in what the function returned, and its floats."""
+    leaves = tree_leaves(returned)
+    found = [each.detach().clone() for each in leaves if isinstance(each, torch.Tensor) and each.numel() == 1]
+    return found + [torch.tensor(each, dtype=torch.float64) for each in leaves if isinstance(each, float)]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    as_bytes = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+    return bool(torch.equal(*as_bytes))

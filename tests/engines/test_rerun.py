@@ -1,0 +1,182 @@
+"""A bad step that is run again: on every engine the bits of a run without a transient fault, or those of a skip."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import UsageError
+from tests.support.engines import flat, gathered, is_fsdp1, sharded, unsynced, whole
+from tests.support.ranks.harness import Ranks
+from tests.support.zero import engine_of, weights_of
+
+pytestmark = pytest.mark.dist
+
+STEPS, BAD = 4, 2
+ENGINES = ["ddp", "fsdp2", "fsdp1", "fsdp1flat", "zero0", "zero1", "zero2", "zero3"]
+
+
+class Noisy(nn.Module):
+    """Running statistics, dropout, and noise of each generator that a script may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(6, 7)
+        self.mid = nn.Sequential(nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 5), nn.GELU())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.embed(x) * (1 + 0.01 * random.random())))
+
+
+class Fault:
+    """Spoils an output of ``mid`` once."""
+
+    def __init__(self, module: nn.Module, factor: float) -> None:
+        self.factor, self.is_on = factor, False
+        module.register_forward_hook(self._spoil)
+
+    def _spoil(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        is_on, self.is_on = self.is_on, False
+        return output * self.factor if is_on else None
+
+
+def make(engine: str) -> Any:
+    model = Noisy()
+    if engine == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if engine.startswith("fsdp1"):
+        return flat(model, engine)
+    if engine.startswith("zero"):
+        return engine_of(int(engine[-1]), model=model)
+    return sharded(model, shape=(dist.get_world_size(),)) if engine == "fsdp2" else model
+
+
+def weights(model: Any, engine: str) -> dict[str, torch.Tensor]:
+    if engine.startswith("zero"):
+        return weights_of(model)
+    if is_fsdp1(model):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        return gathered(model)
+    return {name: whole(each) for name, each in model.named_parameters()}
+
+
+def train(
+    rank: int,
+    engine: str,
+    factor: float = 1.0,
+    in_data: bool = False,
+    rerun: bool = True,
+    at: int = 1,
+    zeros: bool = False,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Weights, buffers and the records that tell of a second run; each step has two micro-batches."""
+    random.seed(rank)
+    model, records = make(engine), []
+    torch.manual_seed(rank)
+    inner = getattr(model, "module", model)
+    fault = Fault(inner.get_submodule("mid"), factor)
+    is_zero = engine.startswith("zero")
+    optimizer = None if is_zero else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rules = [dh.SkipNonFinite(), dh.ClipNorm(1.0)]
+    with dh.gradients(model, optimizer, rules=rules, stats=[dh.stats.Norm()], sinks=[records.append], every=1) as watch:
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss) if is_zero else loss.backward()
+            return loss.detach()
+
+        call = watch.rerun(forward_backward) if rerun else forward_backward
+        for step in range(STEPS):
+            for micro in range(2):
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + 2 * micro + rank))
+                is_bad = step == BAD and micro == 0 and rank == at
+                fault.is_on = is_bad and not in_data
+                x[0, 0] *= factor if is_bad and in_data else 1.0
+                with unsynced(model, not is_zero and micro == 0):
+                    call(x)
+                if is_zero:
+                    model.step()
+            if not is_zero:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=not zeros)
+    found = [each for each in records if "rerun" in each] if rank == 0 else []
+    return weights(model, engine), {name: each.clone() for name, each in model.named_buffers()}, found
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    for part, other in zip(found[:2], wanted[:2], strict=True):
+        assert part.keys() == other.keys()
+        wrong = [name for name in part if not torch.equal(part[name], other[name])]
+        assert not wrong
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_transient_fault_leaves_the_bits_of_a_run_without_it(ranks: Ranks, engine: str) -> None:
+    clean, found = ranks(train, engine, 1.0, False, False), ranks(train, engine, math.nan)
+    for one, other in zip(found, clean, strict=True):
+        assert_same(one, other)
+    (record,) = found[0][2]
+    assert (record["step"], record["rerun"], record["rerun_calls"], record["rerun_ranks"]) == (BAD, "transient", 2, [1])
+    assert "nonfinite_at" not in record
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_fault_that_repeats_is_skipped_as_without_a_second_run(ranks: Ranks, engine: str) -> None:
+    skipped, found = ranks(train, engine, math.nan, True, False), ranks(train, engine, math.nan, True)
+    for one, other in zip(found, skipped, strict=True):
+        assert_same(one, other)
+    (record,) = found[0][2]
+    assert (record["rerun"], record["skipped"], "rerun_ranks" in record) == ("repeats", 1.0, False)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_four_ranks(four: Ranks, engine: str) -> None:
+    clean, found = four(train, engine, 1.0, False, False), four(train, engine, math.inf, False, True, 2)
+    for one, other in zip(found, clean, strict=True):
+        assert_same(one, other)
+    assert [each["rerun_ranks"] for each in found[0][2]] == [[2]]
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_one_process(zeros: bool) -> None:
+    clean = train(0, "plain", rerun=False, zeros=zeros)
+    found = train(0, "plain", math.nan, at=0, zeros=zeros)
+    assert_same(found, clean)
+    assert [each["rerun"] for each in found[2]] == ["transient"]
+
+
+def _refused(rank: int) -> list[str]:
+    """A function that draws its own data is refused by the probe, on all ranks; rank 1 alone draws."""
+    model = make("ddp")
+    optimizer, own = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(rank)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]) as watch:
+
+        def forward_backward() -> None:
+            x = torch.randn(4, 6, generator=own if rank else torch.Generator().manual_seed(0))
+            model(x).square().mean().backward()
+
+        call, said = watch.rerun(forward_backward), []
+        for _ in range(3):
+            call()
+            try:
+                optimizer.step()
+            except UsageError as error:
+                said.append(str(error))
+            optimizer.zero_grad()
+    return said
+
+
+def test_a_function_that_draws_its_own_data_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    for said in ranks(_refused):
+        assert len(said) == 1
+        assert "gave other gradients when it was called again" in said[0]
