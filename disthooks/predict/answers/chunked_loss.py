@@ -66,8 +66,9 @@ class Logits:
             raise UsageError(f"logits that are computed in chunks cannot be given to {function.__name__}")
         return args[0]._loss(*args[1:], **kwargs)
 
-    def _loss(self, target: torch.Tensor, size_average: None, reduce: None, **kwargs: Any) -> torch.Tensor:
+    def _loss(self, target: torch.Tensor, **given: Any) -> torch.Tensor:
         hidden, head = self._hidden.flatten(0, -2)[: self._rows.shape[:-1].numel()], self._head
+        kwargs = {name: given[name] for name in ("weight", "ignore_index", "reduction", "label_smoothing")}
         kwargs |= {"linear_bias": head.bias, "options": nn.LinearCrossEntropyOptions()}
         return functional.linear_cross_entropy(hidden, head.weight, target, **kwargs)
 

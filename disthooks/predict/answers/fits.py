@@ -69,7 +69,15 @@ class Largest:
     probes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "what"}
+        return {
+            "size": self.size,
+            "nbytes": self.nbytes,
+            "next_size": self.next_size,
+            "next_nbytes": self.next_nbytes,
+            "end": self.end,
+            "text": self.text,
+            "probes": self.probes,
+        }
 
 
 @dataclass(frozen=True)
