@@ -323,9 +323,13 @@ class Plan:
             AttachError: also when a launcher started several processes and this process knows of no other.
         """
         check_not_alone()
-        made = self._made(model, sinks) if _made is None else _made
+        made = dict(self._made(model, sinks) if _made is None else _made)
+        wants_rerun = made.pop("rerun", False)
         with at_line(self.source, ("watch",)):
-            return gradients(model, optimizer, also=also, **made, _engine=_engine)
+            attached = gradients(model, optimizer, also=also, **made, _engine=_engine)
+        if wants_rerun:
+            attached.want_rerun()
+        return attached
 
     def prepare(
         self,

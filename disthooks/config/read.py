@@ -252,7 +252,17 @@ def _spec_returning(stat: Stat, source: Source, path: Path) -> BuildSpec:
 
 def _watches(watch: Mapping[str, Any], builder: SpecBuilder, source: Source) -> dict[str, Any]:
     """The arguments of :func:`disthooks.gradients`, with specs in the place of rules, statistics and sinks."""
-    plain = ("every", "recent", "groups", "optimizers", "process_group", "experts", "copies", "restore_buffers")
+    plain = {
+        "every",
+        "recent",
+        "groups",
+        "optimizers",
+        "process_group",
+        "experts",
+        "copies",
+        "restore_buffers",
+        "rerun",
+    }
     watches: dict[str, Any] = {key: watch[key] for key in plain}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
         watches[key] = []

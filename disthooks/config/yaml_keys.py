@@ -70,6 +70,9 @@ class Watch(_Watchers):
     restore_buffers: bool = Field(
         True, description="Whether what the forwards of a skipped step wrote into buffers is put back."
     )
+    rerun: bool = Field(
+        False, description="Whether a step that a rule leaves out is run once more, under the HF Trainer and Lightning."
+    )
     rules: list[Entry] = Field([], description="Applied to the gradients in this order.")
     stats: Bundle | list[Bundle | Entry] = Field(
         [],

@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from disthooks.grads.rerun import P, Rerun, T
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
 from disthooks.grads.stats.base import Stat, State
-from disthooks.grads.step import StepChecks, StepResult, StepRunner
+from disthooks.grads.step import BegunStep, StepChecks, StepResult, StepRunner
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,6 @@ class GradientsConfig:
     scaler: Any = None
     recent: int = 0
     restore_buffers: bool = True
-
-
-class BegunStep(NamedTuple):
-    """A step whose rules have been applied, until an optimizer steps.
-
-    Attributes:
-        result: what was measured and decided; None if nothing was.
-        is_logged: whether it is to be logged.
-        is_measured: whether all statistics were measured.
-        states: copies of the states of rules from before.
-    """
-
-    result: StepResult | None = None
-    is_logged: bool = False
-    is_measured: bool = False
-    states: Sequence[State] = ()
 
 
 class Gradients(Attachment):
@@ -213,6 +197,15 @@ class Gradients(Attachment):
         if not self._config.restore_buffers:
             raise UsageError("rerun(): a second run needs the buffers from before: leave out restore_buffers=False")
         return self._rerun.wrap(function, probe)
+
+    @property
+    def wants_rerun(self) -> bool:
+        """Whether a configuration asks for :meth:`rerun`, so that an integration wraps the framework's own step."""
+        return self._rerun.is_wanted
+
+    def want_rerun(self) -> None:
+        """A configuration asks for :meth:`rerun`; a warning comes if nothing is wrapped until the second step."""
+        self._rerun.is_wanted = True
 
     @property
     def asks_for_loss(self) -> bool:

@@ -30,6 +30,7 @@ import functools
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -137,6 +138,7 @@ class Rerun:
     Attributes:
         facts: what the records of steps say of second runs, by step.
         is_used: whether a function was wrapped.
+        is_wanted: whether a configuration asks for it.
     """
 
     def __init__(self, engine: Engine, step: Step, group: Any, device: torch.device, buffers: BuffersBefore) -> None:
@@ -144,7 +146,7 @@ class Rerun:
         self._engine, self._step, self._group, self._device = engine, step, group, device
         self._buffers, self._checksums = buffers, Checksums()
         self._should_probe = False
-        self.is_used = self._is_inside = False
+        self.is_used = self.is_wanted = self._is_inside = False
         self.forget()
 
     def forget(self) -> None:
@@ -262,6 +264,13 @@ class Rerun:
             UsageError: on all ranks, if a good step gave other bits the second time.
         """
         if not self.is_used:
+            if self.is_wanted and number > 0:
+                self.is_wanted = False
+                warnings.warn(
+                    "rerun: true does nothing here: under the HF Trainer and Lightning the callback wraps the step; in "
+                    "a loop of your own call forward_backward = prepared.gradients.rerun(forward_backward)",
+                    stacklevel=2,
+                )
             return result
         decision = result.skip()
         is_bad = decision is not None and bool(decision)  # the host waits for the device

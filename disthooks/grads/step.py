@@ -163,6 +163,22 @@ class StepResult:
         return torch.stack(self.skips).any() if self.skips else None
 
 
+class BegunStep(NamedTuple):
+    """A step whose rules have been applied, until an optimizer steps.
+
+    Attributes:
+        result: what was measured and decided; None if nothing was.
+        is_logged: whether it is to be logged.
+        is_measured: whether all statistics were measured.
+        states: copies of the states of rules from before.
+    """
+
+    result: StepResult | None = None
+    is_logged: bool = False
+    is_measured: bool = False
+    states: Sequence[State] = ()
+
+
 class _Update(NamedTuple):
     """A step between its rounds and the end of the optimizer's update.
 

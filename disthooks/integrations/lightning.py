@@ -108,6 +108,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         # `attach` gathers the errors of all ranks: if one cannot read the plan, all of them raise.
         self.prepared = attach(functools.partial(self._read, trainer), trainer.model, optimizer)
         self._optimizer = optimizer
+        if (watch := self._watch()) is not None:
+            wrap_closures(trainer, watch)
         self._go_on(self._loaded or (self._state if trainer.global_step else {}))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -250,6 +252,7 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         if number is None:
             return False
         self._joined[number], self._latest[number] = gradients, gradients.latest
+        wrap_closures(self._trainer, gradients)
         state = self._states.get(number)
         if state:
             gradients.load_state_dict(state)
@@ -324,6 +327,32 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         finally:
             self._trainer = None
             self._joined, self._latest = {}, {}
+
+
+def wrap_closures(trainer: Any, gradients: Gradients) -> None:
+    """With ``rerun: true``, let Lightning's closures run through ``rerun``, until training ends.
+
+    A closure zeroes the gradients after its forward; here they are zeroed before it, as a second run needs them.
+    """
+    if not gradients.wants_rerun:
+        return
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    made, call = loop._make_closure, gradients.rerun(lambda closure: closure())
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        closure = made(*args, **kwargs)
+        run = closure.closure
+
+        def again() -> Any:
+            if closure._zero_grad_fn is not None:
+                closure._zero_grad_fn()
+            return call(run)
+
+        closure.closure = again
+        return closure
+
+    loop._make_closure = make
+    gradients.on_remove(functools.partial(loop.__dict__.pop, "_make_closure", None))
 
 
 def _no_session(optimizer: Any) -> Gradients | None:

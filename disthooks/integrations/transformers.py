@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import sys
@@ -100,6 +101,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         if (gradients := self.prepared.gradients) is not None:
             try:
                 connect(trainer.accelerator, gradients)
+                wrap_step(trainer, gradients)
                 self._go_on(trainer, gradients, variables.get("resume_from_checkpoint"))
             except BaseException:
                 self.remove()
@@ -224,12 +226,20 @@ class WaitingCallback(DisthooksCallback):
         if gradients.optimizer is not inner and trainer.model_wrapped is not model:
             return False
         self.prepared = Prepared(None, gradients)
+        wrap_step(trainer, gradients)
         self._go_on(trainer, gradients, resumed)
         return resumed is not None
 
     def remove(self) -> None:
         """Leave the attachment; the session takes it off."""
         self.prepared = self._training = None
+
+
+def wrap_step(trainer: Any, gradients: Gradients) -> None:
+    """With ``rerun: true``, let the Trainer call its ``training_step`` through ``rerun``, until training ends."""
+    if gradients.wants_rerun:
+        trainer.training_step = gradients.rerun(trainer.training_step)
+        gradients.on_remove(functools.partial(trainer.__dict__.pop, "training_step", None))
 
 
 class _Brief:

@@ -387,3 +387,30 @@ def test_a_budget_is_in_the_log_in_the_report_and_in_one_line(
         assert budget - (512 << 20) < entry["gradients/saved/peak"] <= kept.peak
     assert "gradients/saved/moved'" not in printed.out, "the terminal shows what moved in a step, and no total"
     assert printed.out.count("gradients/saved/moved_per_step'") == 2
+
+
+@pytest.mark.parametrize("often", [False, True])
+def test_a_step_of_the_trainer_is_run_again(tmp_path: pathlib.Path, often: bool) -> None:
+    """A NaN in an output of one layer: once, so that the step is made; or in both runs, so that it is left out."""
+    weights = []
+    for bad in (
+        (),
+        (7, 9) if often else (7,),
+    ):  # calls 1 to 4 are of two steps, 5 and 6 of the probe, 9 of a second run
+        model, calls, log = llama(), [0], tmp_path / f"{len(bad)}.jsonl"
+
+        def spoil(module: Any, args: Any, output: Any, calls: Any = calls, bad: Any = bad) -> Any:
+            calls[0] += 1
+            return output * math.nan if calls[0] in bad else output
+
+        model.model.norm.register_forward_hook(spoil)
+        hooks = config(rules=[{"kind": "SkipNonFinite"}], save=(), sinks=[{"kind": "Jsonl", "path": str(log)}])
+        hooks["watch"]["rerun"] = True
+        made = trainer(tmp_path, [DisthooksCallback(hooks)], model, gradient_accumulation_steps=2)
+        made.train()
+        assert "training_step" not in vars(made)
+        weights.append([each.detach().clone() for each in model.parameters()])
+        said = [each for each in map(json.loads, log.read_text().splitlines()) if "rerun" in each]
+        wanted = [(2, "repeats" if often else "transient", 2)] if bad else []
+        assert [(each["step"], each["rerun"], each["rerun_calls"]) for each in said] == wanted
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)) != often
