@@ -36,11 +36,12 @@ from disthooks.engines.joined import Joined, copies_of, experts_of, ranks_of_gro
 from disthooks.engines.step import Step, parameters_of
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
-from disthooks.grads.attachment import Gradients, GradientsConfig
+from disthooks.grads.attachment import Gradients
 from disthooks.grads.collectives import StepCounts
 from disthooks.grads.forward_hooks import ForwardHooks
 from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
 from disthooks.grads.loop import LoopFacts
+from disthooks.grads.options import GradientsConfig
 from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
 from disthooks.grads.records import StepRecords
 from disthooks.grads.rules.base import Only, Rule, as_rule, named

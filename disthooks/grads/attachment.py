@@ -6,14 +6,12 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from disthooks._handles import Attachment, UncopiedHook, check_state
-from disthooks._match import Pattern
 from disthooks._ranks import has_several_ranks
 from disthooks.engines.base import inner_optimizer
 from disthooks.engines.optimizer_step import OnRepeat
@@ -21,30 +19,16 @@ from disthooks.engines.scalers import is_final, scalers
 from disthooks.engines.step import Step, StepFunctions
 from disthooks.engines.when_final import before_clipping
 from disthooks.errors import UsageError
+from disthooks.grads.batch_notes import BatchNotes
 from disthooks.grads.buffers import BuffersBefore
 from disthooks.grads.gradients_report import GradientsReport, no_step_followed
 from disthooks.grads.kept_states import KeptStates
+from disthooks.grads.options import GradientsConfig
 from disthooks.grads.records import MeasuredStep, StepRecord, StepRecords, UnwrittenRecords
 from disthooks.grads.rerun import P, Rerun, T
-from disthooks.grads.rules.base import Rule
-from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink
-from disthooks.grads.stats.base import Stat, State
+from disthooks.grads.sinks.base import RecordWriter, Sink
+from disthooks.grads.stats.base import State
 from disthooks.grads.step import BegunStep, StepChecks, StepResult, StepRunner
-
-
-@dataclass(frozen=True)
-class GradientsConfig:
-    """The arguments of :func:`disthooks.gradients`, checked."""
-
-    rules: Sequence[Rule] = ()
-    stats: Sequence[Stat] = ()
-    sinks: Sequence[Sink] = ()
-    every: int = 50
-    groups: Mapping[str, Pattern | Iterable[Pattern]] = field(default_factory=dict)
-    also: Sequence[AlsoLogged] = ()
-    scaler: Any = None
-    recent: int = 0
-    restore_buffers: bool = True
 
 
 class Gradients(Attachment):
@@ -75,6 +59,7 @@ class Gradients(Attachment):
         self._config, self._checks, self._runner = config, checks, runner
         self._records, self._writer = records, writer
         self._states = KeptStates(runner, records.stats)
+        self._batches = BatchNotes(config.sinks, checks.engine.ranks[checks.engine.position])
         self._parts_of_loss: Callable[[], int] | None = None
         self._was_logged = True  # the step that was made last
         self._begun: BegunStep | None = None  # the step whose rules have been applied, and that is not made yet
@@ -198,6 +183,22 @@ class Gradients(Attachment):
             raise UsageError("rerun(): a second run needs the buffers from before: leave out restore_buffers=False")
         return self._rerun.wrap(function, probe)
 
+    def note_data(self, value: Any) -> None:
+        """Note which data a micro-batch has: ids, rows, names of files. It is written if the step stands out.
+
+        Each rank keeps what it noted of the last 256 steps. If a step was left out, run again, or not finite, the rank
+        appends what it noted to ``LOG.rank-N.data``, beside the log of ``sinks.Jsonl``, and ``disthooks report`` shows
+        it. Nothing is sent to other ranks.
+
+        Args:
+            value: what JSON can hold, in 4 KiB at most.
+
+        Raises:
+            UsageError: when JSON cannot hold it, it is larger, or no ``sinks.Jsonl`` was given.
+        """
+        if not self._rerun.is_again:
+            self._batches.note(value)
+
     @property
     def wants_rerun(self) -> bool:
         """Whether a configuration asks for :meth:`rerun`, so that an integration wraps the framework's own step."""
@@ -287,6 +288,7 @@ class Gradients(Attachment):
             result.deferred_errors += self._buffers.treat(self.steps, decision)
         self._runner.end_step(is_made=result is not None)
         self._records.loop.take(self.steps)
+        self._batches.take(self.steps)
         if result is not None:
             self._was_logged = begun.is_logged
             self._records.begin(
@@ -320,6 +322,7 @@ class Gradients(Attachment):
         """A ``GradScaler`` has kept the step back: what was noted for it belongs to no step."""
         self._forget_begun()
         self._rerun.forget()
+        self._batches.forget()
         self._runner.end_step(is_made=False)
         self._records.loop.forget_forwards()
 
@@ -438,6 +441,7 @@ class Gradients(Attachment):
         """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
         for fields, _, _ in reading[1]:
             fields.update(self._rerun.facts.pop(fields["step"], {}))
+            self._batches.write(fields)
         self._note_nonfinite(reading)
         for fields, is_logged, _ in reading[1]:
             if is_logged:

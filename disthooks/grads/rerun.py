@@ -139,6 +139,7 @@ class Rerun:
         facts: what the records of steps say of second runs, by step.
         is_used: whether a function was wrapped.
         is_wanted: whether a configuration asks for it.
+        is_again: whether the second run is under way.
     """
 
     def __init__(self, engine: Engine, step: Step, group: Any, device: torch.device, buffers: BuffersBefore) -> None:
@@ -146,7 +147,7 @@ class Rerun:
         self._engine, self._step, self._group, self._device = engine, step, group, device
         self._buffers, self._checksums = buffers, Checksums()
         self._should_probe = False
-        self.is_used = self.is_wanted = self._is_inside = False
+        self.is_used = self.is_wanted = self.is_again = self._is_inside = False
         self.forget()
 
     def forget(self) -> None:
@@ -325,12 +326,12 @@ class Rerun:
         now = RandomStates.now(self._device)
         flags = [(owner, name, getattr(owner, name)) for owner, name in self._engine.sync_flags()]
         self._engine.drop_gradients(self._had_gradients)
-        self._returned, self._is_inside = [], True
+        self._returned, self.is_again, self._is_inside = [], True, True
         try:
             for call in self._calls:
                 self._returned += _numbers(call.make_again())
         finally:
-            self._is_inside = False
+            self.is_again = self._is_inside = False
             now.put_back()
             for owner, name, value in flags:
                 setattr(owner, name, value)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import glob
 import itertools
+import json
 import math
 import pathlib
 from array import array
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disthooks.errors import UsageError
+from disthooks.grads.batch_notes import notes_file
 from disthooks.report.lines import Lines
 from disthooks.report.record import KINDS, NO_JSON, Record, packed, record_of
 
@@ -52,6 +56,7 @@ class Run:
         columns: for "param" or "module" and a statistic, a number for each step and name: NaN where there is none, and
             infinity where it is not finite.
         texts: the same for statistics that are texts: for each record a list, or None.
+        batches: what ranks noted of the batches of steps that stand out, by step and rank.
         written: how many records there are, with those that were replaced by a later one of the same step.
         again: whether a step follows one that is not before it.
     """
@@ -74,6 +79,7 @@ class Run:
         self.records: list[Record] = []
         self.columns: dict[tuple[str, str], Table] = {}
         self.texts: dict[tuple[str, str], list[list[Any] | None]] = {}
+        self.batches: dict[tuple[int, int], str] = {}
         for at, line in enumerate(kept):
             self.records.append(self._apart(at, line, len(kept)))
 
@@ -218,7 +224,23 @@ def read(file: pathlib.Path) -> Log:
     _add(lines.rest, many + 1, found, last)
     # What a run has begun to write is the beginning of an object, so the end of a page or of an array is none.
     half = lines.rest.lstrip().startswith(b"{") and NO_JSON in last.values()
-    return Log(list(map(Run, found.values())), half, broken if half else broken | last)
+    runs = list(map(Run, found.values()))
+    for run in runs:
+        run.batches = _batches(file, run)
+    return Log(runs, half, broken if half else broken | last)
+
+
+def _batches(log: pathlib.Path, run: Run) -> dict[tuple[int, int], str]:
+    """What ranks noted of their batches while ``run`` was written (grads/batch_notes.py), by step and rank."""
+    found: dict[tuple[int, int], str] = {}
+    for file in sorted(log.parent.glob(notes_file(pathlib.Path(glob.escape(log.name)), "*").name)):
+        rank = int(file.suffixes[-2].removeprefix(".rank-"))
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a killed run began
+                noted = json.loads(line)
+                if (run.began or 0) - 1 <= noted["time"] <= (run.ended or math.inf) + 60:
+                    found[noted["step"], rank] = ", ".join(map(json.dumps, noted["data"]))
+    return found
 
 
 def _add(line: bytes, place: int, found: dict[Any, list[Record]], broken: dict[int, str]) -> None:

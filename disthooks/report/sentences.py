@@ -17,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.report.culprit import Timeline
+from disthooks.report.culprit import Culprit, Timeline
 from disthooks.report.log import Run, number
 from disthooks.report.loop import changes
 from disthooks.report.record import Record
 
+_LONG = 300  # characters of what was noted of a batch
 _FEW = 3  # steps, and culprits, that the verdict names one by one
 _MUCH = 10.0  # see [Note: what stands out]
 _FIRST = 10  # records of a new model
@@ -54,7 +55,17 @@ def verdict(run: Run, found: Timeline) -> list[str]:
     told = [change.text for change in changed[:_FEW]]
     if len(changed) > _FEW:
         told.append(f"The loop changed {len(changed) - _FEW} more things; the last at step {changed[-1].step}.")
+    wrong += _batches_said(run, culprits)
     return [*wrong, *told, *_clipping_said(run, untold), *_saving_said(run), *found.unseen]
+
+
+def _batches_said(run: Run, culprits: Sequence[Culprit]) -> Iterator[str]:
+    """What ranks noted of the batches of the first steps that stand out; of one rank, if it is known which."""
+    ranks = {culprit.step: culprit.rank for culprit in culprits if culprit.rank is not None}
+    steps = list(dict.fromkeys(step for step, _ in sorted(run.batches)))[:_FEW]
+    for (step, rank), data in sorted(run.batches.items()):
+        if step in steps and ranks.get(step, rank) == rank:
+            yield f"The batch of step {step} on rank {rank}: {data if len(data) <= _LONG else data[:_LONG] + ' ...'}."
 
 
 def rerun_words(record: Record) -> str:
