@@ -72,7 +72,7 @@ class Gradients(Attachment):
         called = (*runner.forward_hooks.models_called, *engine.models)
         self._buffers = BuffersBefore(engine.models, called, config.restore_buffers)
         self._may_skip = any(bound.rule.skips for bound in plan.rules)
-        self._rerun = Rerun(engine, step, runner.group, runner.device, self._buffers)
+        self._rerun = Rerun(engine, step, runner, self._buffers)
         self.on_remove(self._rerun.remove)
         try:
             for handle in self._buffers.attach() if self._may_skip else ():
@@ -266,7 +266,7 @@ class Gradients(Attachment):
         has_others = len(step.stepping) < len(step.optimizers)
         states = self._runner.copied_states() if step.is_early or self._rerun.is_used else ()
         run = functools.partial(self._runner.run, self.steps, is_measured, is_frequent, step.stepping, has_others)
-        result = self._rerun.judge(self.steps, run(), functools.partial(self._put_back, states), run)
+        result = self._rerun.judge(self.steps, is_measured, run(), functools.partial(self._put_back, states), run)
         self._begun = BegunStep(result, is_logged, is_measured, states)
         return result.skip()
 

@@ -8,7 +8,8 @@
 # program is not deterministic, and nothing is known. A function that draws its own data would look like the first
 # case, so one good step is run again, too, and must give the same bits.
 # Bits are compared by checksums of positions (_hashing.py), after the rules, so a gradient that a rule made NaN as a
-# whole says nothing. So the merged numbers that were measured before the rules are compared as well.
+# whole says nothing. So the merged numbers that every step measures before the rules are compared as well. Statistics
+# of logged steps are not, because some of them are times.
 # Reduced gradients differ on all ranks when one rank went wrong. What the function returned, the loss mostly, differs
 # on that rank alone.
 #
@@ -46,7 +47,7 @@ from disthooks.engines.step import Step
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
 from disthooks.grads.buffers import BuffersBefore
-from disthooks.grads.step import StepResult
+from disthooks.grads.step import StepResult, StepRunner
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,6 +66,10 @@ _REASONS = (
     "an optimizer of the attachment does not step now",
     "the first step of DDP on more than two ranks sums in another order than later ones",
 )
+
+
+#: A checksum of the gradients, what the function returned, and the merged numbers.
+_Bits = tuple[int, list[torch.Tensor], list[torch.Tensor]]
 
 
 class RandomStates(NamedTuple):
@@ -142,9 +147,10 @@ class Rerun:
         is_again: whether the second run is under way.
     """
 
-    def __init__(self, engine: Engine, step: Step, group: Any, device: torch.device, buffers: BuffersBefore) -> None:
+    def __init__(self, engine: Engine, step: Step, runner: StepRunner, buffers: BuffersBefore) -> None:
         self.facts: dict[int, dict[str, Any]] = {}
-        self._engine, self._step, self._group, self._device = engine, step, group, device
+        self._engine, self._step, self._plan = engine, step, runner.plan
+        self._group, self._device = runner.group, runner.device
         self._buffers, self._checksums = buffers, Checksums()
         self._should_probe = False
         self.is_used = self.is_wanted = self.is_again = self._is_inside = False
@@ -252,12 +258,19 @@ class Rerun:
             self._now = self._marks()
 
     def judge(
-        self, number: int, result: StepResult, put_back: Callable[[], None], run: Callable[[], StepResult]
+        self,
+        number: int,
+        is_measured: bool,
+        result: StepResult,
+        put_back: Callable[[], None],
+        run: Callable[[], StepResult],
     ) -> StepResult:
         """Run the step again if ``result`` leaves it out, or to probe; the result that counts.
 
         Args:
             number: of the step.
+            is_measured: whether statistics were measured.
+            result: of the first run.
             put_back: puts back what rules and hooks have noted of the step.
             run: measures the gradients and applies the rules.
 
@@ -283,13 +296,13 @@ class Rerun:
             if is_bad:
                 self._note(number, result, "refused", why or f"the ranks made {sorted(counts)} calls", [], began)
             return result
-        first = self._bits(), self._returned
+        first = self._bits(), self._returned, self._measured(result, is_measured)
         put_back()
         self._buffers.put_back_now()
         self._make_again()
         self._unscale_again()
         second = run()
-        is_other, is_here = self._differs(first, result, second)
+        is_other, is_here = self._differs(first, (self._bits(), self._returned, self._measured(second, is_measured)))
         found = self._tell([is_other, is_here])
         differs = any(row[0] for row in found)
         if not is_bad:
@@ -355,13 +368,20 @@ class Rerun:
             total += 0 if gradient is None else (2 * place + 1) * int(self._checksums(gradient))
         return signed64(total)
 
-    def _differs(self, first: tuple[int, list[torch.Tensor]], one: StepResult, two: StepResult) -> tuple[bool, bool]:
+    def _measured(self, result: StepResult, is_measured: bool) -> list[torch.Tensor]:
+        """The merged numbers that every step measures."""
+        found = []
+        for part, vectors in zip(self._plan.rounds, result.merged, strict=False):
+            values = part.layout(is_measured).unpack(vectors)
+            found += [values[measure].clone() for measure in part.always.uses]
+        return found
+
+    @staticmethod
+    def _differs(first: _Bits, second: _Bits) -> tuple[bool, bool]:
         """Whether gradients or merged numbers have other bits than the first time, and what the function returned."""
-        pairs = [(a, b) for x, y in zip(one.merged, two.merged, strict=True) for a, b in zip(x, y, strict=True)]
-        is_other = first[0] != self._bits() or not all(_same_bits(a, b) for a, b in pairs)
-        returned = zip(first[1], self._returned, strict=False)
-        is_here = len(first[1]) != len(self._returned) or not all(_same_bits(a, b) for a, b in returned)
-        return is_other, is_here
+        one, other = (bits[0] for bits in (first, second))
+        is_other = one != other or not _all_same(first[2], second[2])
+        return is_other, not _all_same(first[1], second[1])
 
     def _end_probe(self, differs: bool, ranks: Sequence[int]) -> None:
         self._should_probe = False
@@ -397,6 +417,7 @@ def _numbers(returned: Any) -> list[torch.Tensor]:
     return found + [torch.tensor(each, dtype=torch.float64) for each in leaves if isinstance(each, float)]
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    as_bytes = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)]
-    return bool(torch.equal(*as_bytes))
+def _all_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors have the same bits."""
+    one, other = ([each.detach().contiguous().view(-1).view(torch.uint8) for each in given] for given in (some, others))
+    return len(one) == len(other) and all(map(torch.equal, one, other))

@@ -54,7 +54,8 @@ def train(
     """The state after some steps, and the records, by step."""
     model, records = net(), []
     fault, optimizer = Fault(model[place], factor), torch.optim.Adam(model.parameters(), lr=0.01)
-    with dh.gradients(model, optimizer, rules=rules, stats=[dh.stats.Norm()], sinks=[records.append], every=1) as watch:
+    stats = dh.stats.full()  # every=1 makes each step a logged one, with times
+    with dh.gradients(model, optimizer, rules=rules, stats=stats, sinks=[records.append], every=1) as watch:
 
         def forward_backward(x: torch.Tensor, scale: Callable[[Any], Any] = lambda loss: loss) -> torch.Tensor:
             loss = model(x).square().mean()
