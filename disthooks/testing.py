@@ -27,6 +27,7 @@ disthooks runs the same tests on its own kinds. Nothing else in disthooks import
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import copy
@@ -568,7 +569,9 @@ def _on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 def _ranks() -> tuple[Any, tempfile.TemporaryDirectory[str]]:
     """The processes, and the folder in which they find each other."""
     context, folder = multiprocessing.get_context("spawn"), tempfile.TemporaryDirectory(prefix="disthooks-ranks-")
-    return context.Pool(WORLD, _join, (context.Value("i", 0), os.path.join(folder.name, "store"))), folder
+    pool = context.Pool(WORLD, _join, (context.Value("i", 0), os.path.join(folder.name, "store")))
+    atexit.register(pool.terminate)  # when the interpreter ends, the pool's own destructor is too late
+    return pool, folder
 
 
 def _join(count: Any, store: str) -> None:

@@ -28,6 +28,7 @@ _MUCH = 10.0  # see [Note: what stands out]
 _FIRST = 10  # records of a new model
 _MANY = 30  # records after which ten times the median is much
 _AS_SPIKE = "the step was skipped as a spike"
+_CALL = re.compile(r"(?:forward|backward) (\d+)")
 _SECONDS = re.compile(r"[_/]seconds(_per_step)?(/(max|mean)_rank)?$")
 
 
@@ -142,8 +143,9 @@ def _nonfinite_said(run: Run) -> Iterator[str]:
     total = int(totals[-1]) if totals else len(found)
     if found and (total > 1 or len(found) > 1):
         yield f"Gradients were not finite in {total} steps, {found[0]['step']} to {found[-1]['step']} at least."
-    for blamed in dict.fromkeys(text for record in run.records for text in record.blame):
-        yield f"blame found: {blamed}."
+    blamed = dict.fromkeys(text for record in run.records for text in record.blame)
+    for text in sorted(blamed, key=lambda text: [*map(int, _CALL.findall(text)), 0][0]):  # the first one is the cause
+        yield f"blame found: {text}."
 
 
 def peak_of(run: Run, begin: int = 0) -> dict[str, Any] | None:

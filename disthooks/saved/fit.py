@@ -492,6 +492,7 @@ class Fitted(Attachment):
                 f"fit: the step needed {format_bytes(peak)} on {self._device} with every saved tensor moved, "
                 f"{format_bytes(peak - self._budget)} more than the budget of {format_bytes(self._budget)}: a smaller "
                 "batch, activation checkpointing, or FSDP for weights and the optimizer need less"
+                + ("; on a CPU a smaller in_flight of the store does, too" if self._device.type == "cpu" else "")
             )
         if self._rounds == 1 and not saved.calls and not saved.passed:
             names = first_names([name for part in self._parts for name in part.names])

@@ -143,8 +143,8 @@ class SkipSpike(Rule):
 def _raise_if_no_loss(ranks: float) -> None:
     if not ranks:
         raise UsageError(
-            "SkipSpike compares the loss of each step, and no rank had one: call watch.note_loss(loss) after forward "
-            "on each rank that has a loss, or give SkipSpike(loss=False) to compare the norm alone"
+            "SkipSpike compares the loss of each step, and no rank had one: call disthooks.note_loss(loss) after "
+            "forward on each rank that has a loss, or give SkipSpike(loss=False) to compare the norm alone"
         )
 
 

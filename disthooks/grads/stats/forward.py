@@ -286,8 +286,8 @@ class Loss(_OfStep):
 
     about: ClassVar[Literal["loss", "times"]] = "loss"
     why_empty: ClassVar[str] = (
-        "no rank had a loss: call watch.note_loss(loss) after each forward, on every rank, or let the model return an "
-        "object with .loss"
+        "no rank had a loss: call disthooks.note_loss(loss) after each forward, on every rank, or let the model "
+        "return an object with .loss"
     )
     names: ClassVar[Sequence[str]] = ("loss",)
 

@@ -198,7 +198,7 @@ def changes(
         offloaded = [advice for advice in found if advice.kind == "offload" and advice.nbytes < limit]
         if offloaded:
             room = limit - offloaded[0].nbytes
-            title = f"keep {room >> 20} MiB of saved tensors and move the rest"
+            title = f"keep {format_bytes(room >> 20 << 20)} of saved tensors and move the rest"
             # The peak of OnCpu alone has its `in_flight`; the limit of a Tiered needs room for it.
             copies = parse_bytes(OnCpu().in_flight) if explanation.situation.device == "cuda" else 0
             found += trial.of(keeping(explanation, room, title, copies))
@@ -405,7 +405,8 @@ def keeping(explanation: Explanation, room: int, title: str, copies: int = 0) ->
     nearest = {"kind": "OnDevice", "limit": f"{room + copies >> 20} MiB"}
     tiers = {"kind": "Tiered", "stores": [nearest, *below]}
     made = planned(explanation.situation, "tiers", title, "*", store=tiers)
-    return replace(made, stays=room >> 20 << 20)
+    note = f"the limit has {format_bytes(copies)} more, for copies under way" if copies else ""
+    return replace(made, stays=room >> 20 << 20, note=note)
 
 
 def far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:

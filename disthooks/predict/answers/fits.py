@@ -112,7 +112,8 @@ class Fits:
     def of_change(self) -> list[str]:
         """The cheapest change with which the step fits; nothing if it fits as it is."""
         if self.change is not None:
-            return [f"cheapest change: {self.change.title}: {self.change.text}"]
+            lines = (self.change.yaml or self.change.code).splitlines()
+            return [f"cheapest change: {self.change.title}: {self.change.text}", *(f"    {line}" for line in lines)]
         return [] if self.does_fit else ["disthooks knows no single change that makes it fit"]
 
 
@@ -122,6 +123,11 @@ def verdict(explanation: Explanation, limit: int) -> list[str]:
     word, apart = ("fits", "are free") if needed <= limit else ("does not fit", "are missing")
     rest = format_bytes(abs(limit - needed))
     lines = [f"the step {word} in {format_bytes(limit)}: it needs {format_bytes(needed)}, and {rest} {apart}"]
+    device = explanation.situation.hardware
+    if device is not None and limit > device.usable_bytes:
+        has, context = format_bytes(device.memory_bytes), format_bytes(device.context_bytes)
+        left = format_bytes(device.usable_bytes)
+        lines.append(f"{device.name} has {has}, and its context takes about {context}: {left} are there for a step")
     if explanation.situation.optimizer is None:
         lines.append("the state of an optimizer is not counted: name the optimizer, such as --optimizer adamw")
     return lines
