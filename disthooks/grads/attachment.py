@@ -149,6 +149,8 @@ class Gradients(Attachment):
     def rerun(self, function: Callable[P, T], *, probe: bool = True) -> Callable[P, T]:
         """The function that makes the gradients of a micro-batch, wrapped so that a bad step is run once more.
 
+        Call this on every rank.
+
         When the rules would leave a step out, all ranks make the calls since the last step again, from the same
         arguments, random numbers and buffers. If the gradients are good this time, and have other bits, the fault was
         transient, and the step is made with them. If they have the same bits, or are bad again, the step is left out.
@@ -280,7 +282,7 @@ class Gradients(Attachment):
     def _step_is_made(self) -> None:
         """An optimizer steps, with the gradients that were measured."""
         begun, self._begun = self._begun, None
-        self._rerun.forget()
+        self._rerun.end_step()
         if begun is None:  # inside backward
             return
         result = begun.result

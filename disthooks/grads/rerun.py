@@ -117,7 +117,7 @@ class _Call:
         self._random = RandomStates.now(device)
         kinds = dict.fromkeys(("cpu", device.type))
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self._flags = [(owner, name, getattr(owner, name)) for owner, name in flags]
+        self._flags = flags
 
     @property
     def has_changed(self) -> bool:
@@ -152,12 +152,17 @@ class Rerun:
         self._engine, self._step, self._plan = engine, step, runner.plan
         self._group, self._device = runner.group, runner.device
         self._buffers, self._checksums = buffers, Checksums()
-        self._should_probe = False
+        self._should_probe, self._is_first = False, True
         self.is_used = self.is_wanted = self.is_again = self._is_inside = False
         self.forget()
 
+    def end_step(self) -> None:
+        """The step is made."""
+        self._is_first = False
+        self.forget()
+
     def forget(self) -> None:
-        """The step is made, or dropped: the calls belong to no other one."""
+        """The calls belong to no step any more."""
         self._calls: list[_Call] = []
         self._returned: list[torch.Tensor] = []
         self._problem = ""
@@ -211,7 +216,7 @@ class Rerun:
                 "time: take the batch out of it, and give that"
             )
         self._begin_call()
-        call = _Call(function, args, kwargs, self._device, self._engine.sync_flags())
+        call = _Call(function, args, kwargs, self._device, self._sync_flags())
         self._calls.append(call)
         self._is_inside = True
         try:
@@ -278,7 +283,7 @@ class Rerun:
             UsageError: on all ranks, if a good step gave other bits the second time.
         """
         if not self.is_used:
-            if self.is_wanted and number > 0:
+            if self.is_wanted and not self._is_first:
                 self.is_wanted = False
                 warnings.warn(
                     "rerun: true does nothing here: under the HF Trainer and Lightning the callback wraps the step; in "
@@ -288,9 +293,9 @@ class Rerun:
             return result
         decision = result.skip()
         is_bad = decision is not None and bool(decision)  # the host waits for the device
-        if not is_bad and not (self._should_probe and number > 0):
+        if not is_bad and (self._is_first or not self._should_probe):
             return result
-        began, told = time.perf_counter(), self._tell([len(self._calls), _REASONS.index(self._reason(number))])
+        began, told = time.perf_counter(), self._tell([len(self._calls), _REASONS.index(self._reason())])
         counts, why = {row[0] for row in told}, next((_REASONS[row[1]] for row in told if row[1]), "")
         if why or len(counts) > 1:
             if is_bad:
@@ -316,7 +321,7 @@ class Rerun:
         self._note(number, chosen, kind, "", ranks, began)
         return chosen
 
-    def _reason(self, number: int) -> str:
+    def _reason(self) -> str:
         """Why this rank cannot run the step again; "" if it can."""
         if not self._calls:
             return _REASONS[1]
@@ -331,13 +336,13 @@ class Rerun:
             (7, self._buffers.has_lost()),
             (8, self._step.has_other_functions),
             (9, len(self._step.stepping) < len(self._step.optimizers)),
-            (10, number == 0 and len(self._engine.ranks) > 2 and self._engine.first_sum_differs),
+            (10, self._is_first and len(self._engine.ranks) > 2 and self._engine.first_sum_differs),
         ]
         return next((_REASONS[place] for place, is_so in checks if is_so), "")
 
     def _make_again(self) -> None:
         now = RandomStates.now(self._device)
-        flags = [(owner, name, getattr(owner, name)) for owner, name in self._engine.sync_flags()]
+        flags = self._sync_flags()
         self._engine.drop_gradients(self._had_gradients)
         self._returned, self.is_again, self._is_inside = [], True, True
         try:
@@ -348,6 +353,12 @@ class Rerun:
             now.put_back()
             for owner, name, value in flags:
                 setattr(owner, name, value)
+
+    def _sync_flags(self) -> list[tuple[Any, str, Any]]:
+        """The engine's flags, with their values; another version of it may lack some."""
+        return [
+            (owner, name, getattr(owner, name)) for owner, name in self._engine.sync_flags() if hasattr(owner, name)
+        ]
 
     def _unscale_again(self) -> None:
         """A ``GradScaler`` has divided the first gradients; it asks ``found_inf`` of the step when it is made."""

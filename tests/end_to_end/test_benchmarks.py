@@ -124,6 +124,10 @@ SMALL: dict[str, tuple[list[str], Callable[[dict[str, Any]], bool]]] = {
         lambda found: found["false_alarms"] == 0 and found["right"] >= 9,
     ),
     "bits": (["--bits", "6", "--port", "PORT"], lambda found: (found["right"], found["bits"]) == (6, 6)),
+    "transient": (
+        ["--bits", "6", "--engines", "ddp", "--worlds", "2", "--port", "PORT"],
+        lambda found: (found["undone"] == found["seen"] > 2, found["runs_again_without_a_fault"]) == (True, 0),
+    ),
     "healthy": (
         ["--kinds", *UNUSUAL, "--sets", "full", "--every", "1", "--draws", "1000", "--port", "PORT"],
         lambda found: (found["kinds"], found["trainings"], found["sentences_that_blame"]) == (6, 12, 0),

@@ -180,3 +180,23 @@ def test_a_function_that_draws_its_own_data_is_an_error_on_all_ranks(ranks: Rank
     for said in ranks(_refused):
         assert len(said) == 1
         assert "gave other gradients when it was called again" in said[0]
+
+
+def _resumed(rank: int) -> list[str]:
+    """The first step of a new DDP, which goes on at step 7, is bad; so is the third."""
+    model, records = make("ddp"), []
+    fault = Fault(model.module.mid, math.nan)
+    optimizer, sinks = torch.optim.SGD(model.parameters(), lr=0.1), [records.append]
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], stats=[dh.stats.Norm()], sinks=sinks) as watch:
+        watch.load_state_dict(watch.state_dict() | {"steps": 7})
+        call = watch.rerun(lambda x: model(x).square().mean().backward())
+        for step in range(4):
+            fault.is_on = rank == 1 and step in (0, 2)
+            call(torch.randn(4, 6, generator=torch.Generator().manual_seed(4 * step + rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [f"{each['step']} {each['rerun']}" for each in records if "rerun" in each]
+
+
+def test_the_first_step_of_ddp_after_a_restart_is_not_run_again_on_four_ranks(four: Ranks) -> None:
+    assert four(_resumed)[0] == ["7 refused", "9 transient"]
