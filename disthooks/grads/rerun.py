@@ -272,6 +272,8 @@ class Rerun:
     ) -> StepResult:
         """Run the step again if ``result`` leaves it out, or to probe; the result that counts.
 
+        See [Note: all ranks or none].
+
         Args:
             number: of the step.
             is_measured: whether statistics were measured.

@@ -162,7 +162,7 @@ def test_a_loss_that_nobody_hands_in_is_an_error() -> None:
     with dh.gradients(model, optimizer, rules=[dh.SkipSpike()]):
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
-        with pytest.raises(UsageError, match=r"watch\.note_loss\(loss\) after forward"):
+        with pytest.raises(UsageError, match=r"disthooks\.note_loss\(loss\) after forward"):
             optimizer.step()
 
 
