@@ -272,8 +272,6 @@ class Rerun:
     ) -> StepResult:
         """Run the step again if ``result`` leaves it out, or to probe; the result that counts.
 
-        See [Note: all ranks or none].
-
         Args:
             number: of the step.
             is_measured: whether statistics were measured.
@@ -419,7 +417,7 @@ class Rerun:
         result.events.append((torch.ones((), device=self._device), {}))
 
     def _tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, in the order of ranks."""
+        """The numbers of each rank, in the order of ranks. See [Note: all ranks or none]."""
         return collectives.gather(self._group, torch.tensor(numbers, dtype=torch.int64, device=self._device))
 
 
