@@ -174,7 +174,7 @@ def test_each_rank_switches_checkpoints_off_by_itself(
     engine: str, layers: int, by: str, ranks: Ranks, tmp_path: pathlib.Path
 ) -> None:
     """By seconds where moving costs nothing, no checkpoint is on that can be off, whatever room a rank has."""
-    found = ranks(_both, engine, str(tmp_path), (0.6, 1.3), True, STEPS * (2 if by == "seconds" else 1), by)
+    found = ranks(_both, engine, str(tmp_path), (0.7, 1.3), True, STEPS * (2 if by == "seconds" else 1), by)
     for plain, fitted in found:
         assert fitted["losses"] == plain["losses"]
         assert max(fitted["peaks"]) <= fitted["budget"]
