@@ -252,18 +252,7 @@ def _spec_returning(stat: Stat, source: Source, path: Path) -> BuildSpec:
 
 def _watches(watch: Mapping[str, Any], builder: SpecBuilder, source: Source) -> dict[str, Any]:
     """The arguments of :func:`disthooks.gradients`, with specs in the place of rules, statistics and sinks."""
-    plain = {
-        "every",
-        "recent",
-        "groups",
-        "optimizers",
-        "process_group",
-        "experts",
-        "copies",
-        "restore_buffers",
-        "rerun",
-    }
-    watches: dict[str, Any] = {key: watch[key] for key in plain}
+    watches: dict[str, Any] = {key: value for key, value in watch.items() if key not in ("rules", "stats", "sinks")}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
         watches[key] = []
         for i, entry in enumerate([watch[key]] if isinstance(watch[key], str) else watch[key]):

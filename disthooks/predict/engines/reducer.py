@@ -1,9 +1,9 @@
 """What ``DistributedDataParallel`` has in C++, on fake tensors: flat tensors as long as all parameters, its buckets.
 
 The rest of DDP is torch's own Python code. Counted: each bucket, from the construction on; gradients that become views
-of their bucket; the flat copy of the buffers before each forward. Not counted: the copies of 250 MiB with which the
-first rank sends its parameters at construction, eight bytes for each parameter with `find_unused_parameters` or a
-static graph, and what the communication library allocates for itself.
+of their bucket; the flat copy of the buffers before each forward; with `find_unused_parameters` or a static graph the
+two maps of the parameters that a step uses. Not counted: the copies of 250 MiB with which the first rank sends its
+parameters at construction, and what the communication library allocates for itself.
 """
 
 # [Note: DDP's reducer]
@@ -12,6 +12,8 @@ static graph, and what the communication library allocates for itself.
 # Here the first ones stay: the new ones have as many bytes in all, so only what an allocator rounds up can differ.
 # With `gradient_as_bucket_view` a parameter's `.grad` becomes a view of its bucket as soon as it is ready, so what
 # backward had made is freed; without views the reduced bucket is copied back into the gradients.
+# `initialize_local_used_map` makes two tensors of 4 bytes for each parameter, one on the device and one in the host's
+# memory; here both are counted on the device.
 
 from __future__ import annotations
 
@@ -25,25 +27,24 @@ from disthooks.errors import UsageError
 
 _assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 #: What DDP asks of its reducer beside that, which takes or frees no memory here.
-_SILENT: tuple[str, ...] = (
-    "prepare_for_forward",
-    "prepare_for_backward",
-    "set_logger",
-    "_rebuild_buckets",
-    "_set_static_graph",
-)
-_SILENT += ("_delay_all_reduce", "_set_ddp_runtime_logging_sample_rate", "_check_reducer_finalized")
+_SILENT = {"prepare_for_forward", "prepare_for_backward", "set_logger", "_rebuild_buckets", "_delay_all_reduce"}
+_SILENT |= {"_set_ddp_runtime_logging_sample_rate", "_check_reducer_finalized"}
 
 
 class FakeReducer:
     """Stands in for ``torch.distributed.Reducer``; ``buckets`` are the flat tensors."""
 
     def __init__(self, *arguments: Any) -> None:
-        params, bucket_indices, _, _, is_sparse, _, _, has_views = arguments[:8]  # as DDP gives them to the C++ class
+        # As DDP gives them to the C++ class.
+        params, bucket_indices, _, _, is_sparse, _, finds_unused, has_views = arguments[:8]
         if any(is_sparse):
             raise UsageError("DDP with sparse gradients has no buckets for them, and is not explained")
         self.buckets: list[torch.Tensor] = []
+        self.used_maps: list[torch.Tensor] = []
         self._handles: list[Any] = []
+        self._count = len(params)
+        if finds_unused:
+            self._set_static_graph()
         for indices in bucket_indices:
             members = [params[index] for index in indices]
             sizes = [member.numel() for member in members]
@@ -53,6 +54,10 @@ class FakeReducer:
             for member, view in zip(members, views if has_views else (), strict=False):
                 hook = _becomes(view.view(member.shape))
                 self._handles.append(member.register_post_accumulate_grad_hook(hook))
+
+    def _set_static_graph(self) -> None:
+        with torch.no_grad():
+            self.used_maps = [torch.zeros(self._count, dtype=torch.int32) for _ in range(2)]
 
     def _remove_autograd_hooks(self) -> None:
         for handle in self._handles:

@@ -466,3 +466,14 @@ def test_no_key_beside_watchers_is_dropped() -> None:
         dh.config.from_config({"watch": {"blame": True, "every": 10}})
     with pytest.raises(ConfigError, match=r"watch\.check_replicas stands beside 'watch', too"):
         dh.config.from_config({"check_replicas": 3, "watch": {"check_replicas": 5, "stats": "standard"}})
+
+
+def test_the_keys_of_watch_have_one_order_on_all_ranks() -> None:
+    """Ranks compare plans as texts, and each process has a hash seed of its own."""
+    plan = dh.config.from_config({"watch": {"rerun": True, "copies": "c.*", "every": 3, "stats": "standard"}})
+    assert [key for key in plan.watches if plan.watches[key]][:4] == [
+        "every",
+        "optimizers",
+        "copies",
+        "restore_buffers",
+    ]
