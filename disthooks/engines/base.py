@@ -378,6 +378,10 @@ class Engine:
         """The attributes, with their owners, that say whether the next backward reduces the gradients."""
         return []
 
+    def has_other_functions(self, step: Step) -> bool:
+        """Whether another attachment has functions for an optimizer of ``step``."""
+        return step.has_other_functions
+
     @torch.no_grad()
     def drop_gradients(self, had: Sequence[bool]) -> None:
         """Make gradients as they were before the first backward of a step: 0 where ``had`` is true, None elsewhere."""

@@ -130,6 +130,9 @@ class DeepSpeed(Engine):
     def sync_flags(self) -> list[tuple[Any, str]]:
         return [(self._engine, "micro_steps"), (self._engine, "_is_gradient_accumulation_boundary")]
 
+    def has_other_functions(self, step: Step) -> bool:
+        return len(self._step().late) > 1
+
     def drop_gradients(self, had: Sequence[bool]) -> None:
         self._partitions.drop_gradients()
         self._engine.zero_grad()

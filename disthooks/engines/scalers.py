@@ -58,7 +58,8 @@ class _Scalers:
             UsageError: when several scalers are in use and nothing tells which one is this optimizer's.
         """
         known = self._known.get(optimizer)
-        if known is not None and (scaler := known()) is not None and self._is_active(scaler, optimizer):
+        scaler = None if known is None else known()
+        if scaler is not None and (scaler in self._active or stage_of(scaler, optimizer) != "READY"):
             return scaler
         if optimizer in self._unscaled:
             return None
@@ -94,9 +95,6 @@ class _Scalers:
         """``optimizer`` steps now; if no scaler has called it, its gradients go through none."""
         if self._users and self._active and scaler_under_way() is None:
             self._unscaled.add(optimizer)
-
-    def _is_active(self, scaler: Any, optimizer: Any) -> bool:
-        return scaler in self._active or stage_of(scaler, optimizer) != "READY"
 
     def _replace(self, kind: Any) -> Callable[[], None]:
         """Replace the methods of a class of scalers; the result undoes this."""

@@ -49,7 +49,8 @@ class _Strangers:
             self._entered_before.clear()
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _is_watched(optimizer):
+        hooks = OptimizerHooks.find(optimizer)
+        if hooks is not None and hooks.steps:
             self.entered += 1
         else:
             self._entered_before[id(optimizer)] = self.entered
@@ -75,8 +76,3 @@ class _Strangers:
 
 
 strangers = _Strangers()
-
-
-def _is_watched(optimizer: Any) -> bool:
-    hooks = OptimizerHooks.find(optimizer)
-    return hooks is not None and bool(hooks.steps)

@@ -28,7 +28,8 @@ from disthooks.engines.optimizer_step import CallbackHandle
 # Under a GradScaler gradients are final once it has unscaled them. If a loop clips before `unscale_`, rules and
 # statistics wait for the step, in which the scaler unscales; see [Note: the scaler of an optimizer] in scalers.py.
 
-ClipListener = Callable[[Sequence[torch.Tensor]], None]
+#: It gets the parameters, and whether the loop has measured their norm before.
+ClipListener = Callable[[Sequence[torch.Tensor], bool], None]
 
 
 class _Clipping:
@@ -40,7 +41,7 @@ class _Clipping:
         self._inside = threading.local()
 
     def add(self, method: ClipListener) -> CallbackHandle:
-        """Call ``method(parameters)`` before each clipping, as long as its object lives."""
+        """Call ``method(parameters, has_norm)`` before each clipping, as long as its object lives."""
         listener = weakref.WeakMethod(method)
         self._listeners.append(listener)
         clip_grad = torch.nn.utils.clip_grad
@@ -57,7 +58,7 @@ class _Clipping:
             wrappers["FSDP1"] = own_wrapper(fsdp1.clip_grad_norm_)
         for name, wrapper in wrappers.items():
             if name not in self._undo and wrapper is not None:
-                self._undo[name] = self._replace_clipping(Inner(wrapper))
+                self._undo[name] = self._replace_clipping(Inner(wrapper), name == "clip_grads_with_norm_")
         return CallbackHandle(self, self._listeners, listener)
 
     def leave(self) -> None:
@@ -68,7 +69,7 @@ class _Clipping:
                 undo()
             self._undo.clear()
 
-    def _before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _before(self, parameters: Sequence[torch.Tensor], has_norm: bool) -> None:
         # A hook that clips in backward has one gradient of many, and a listener may clip too: then the loop does not
         # clip.
         if in_backward() or getattr(self._inside, "now", False):
@@ -77,11 +78,11 @@ class _Clipping:
         try:
             for listener in list(self._listeners):
                 if (method := listener()) is not None:
-                    method(parameters)
+                    method(parameters, has_norm)
         finally:
             self._inside.now = False
 
-    def _replace_clipping(self, inner: Inner) -> Callable[[], None]:
+    def _replace_clipping(self, inner: Inner, has_norm: bool) -> Callable[[], None]:
         """Call the listeners before one of torch's clipping functions; the result undoes this."""
         true = inner.function
 
@@ -90,10 +91,10 @@ class _Clipping:
             if torch.compiler.is_compiling():
                 return true(parameters, *args, **kwargs)
             if isinstance(parameters, torch.nn.Module):  # FSDP1's method
-                self._before(list(parameters.parameters()))
+                self._before(list(parameters.parameters()), has_norm)
                 return true(parameters, *args, **kwargs)
             given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self._before(given)
+            self._before(given, has_norm)
             # A generator stays a generator, because torch warns of one that is empty.
             same = (each for each in given) if isinstance(parameters, types.GeneratorType) else given
             return true(same, *args, **kwargs)
@@ -123,6 +124,6 @@ def before_clipping(method: ClipListener) -> CallbackHandle:
 
     Args:
         method: a bound method, whose object is not kept alive. It is called with the parameters that are about to be
-            clipped.
+            clipped, and with whether the loop has measured the norm that it clips by (``clip_grads_with_norm_``).
     """
     return _clipping.add(method)

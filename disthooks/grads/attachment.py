@@ -236,13 +236,14 @@ class Gradients(Attachment):
         self._parts_of_loss = parts
         self._runner.forward_hooks.takes_outputs = False
 
-    def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _before_clipping(self, parameters: Sequence[torch.Tensor], has_norm: bool) -> None:
         """Begin the step, if torch's clipping is about to change this step's gradients and they are final.
 
         See [Note: clipping under a GradScaler] in engines/when_final.py.
         """
         step = self._checks.step
         if self._checks.has_reduced(parameters) and step.has_new_gradients() and all(map(is_final, step.optimizers)):
+            self._rerun.has_norm |= has_norm
             self.begin_step(scalers.of(step.optimizers[0]))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -268,7 +269,7 @@ class Gradients(Attachment):
         has_others = len(step.stepping) < len(step.optimizers)
         states = self._runner.copied_states() if step.is_early or self._rerun.is_used else ()
         run = functools.partial(self._runner.run, self.steps, is_measured, is_frequent, step.stepping, has_others)
-        result = self._rerun.judge(self.steps, is_measured, run(), functools.partial(self._put_back, states), run)
+        result = self._rerun.judge(is_measured, run(), functools.partial(self._put_back, states), run)
         self._begun = BegunStep(result, is_logged, is_measured, states)
         return result.skip()
 
@@ -282,7 +283,7 @@ class Gradients(Attachment):
     def _step_is_made(self) -> None:
         """An optimizer steps, with the gradients that were measured."""
         begun, self._begun = self._begun, None
-        self._rerun.end_step()
+        self._rerun.end_step(self.steps)
         if begun is None:  # inside backward
             return
         result = begun.result

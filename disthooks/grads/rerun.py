@@ -18,6 +18,12 @@
 # made as many calls; and every error is raised on all ranks. Whether to ask follows from numbers that all ranks have
 # alike: the decision, and the number of the step.
 #
+# [Note: gradients of others]
+# A second backward adds to all gradients that the first one reached. Those of parameters that another optimizer of this
+# process has are copied before it, and put back: that optimizer steps with what the first run made. Then the step is
+# not made with the second gradients, because the two would not belong together, and the probe raises. Which optimizers
+# there are is asked of the garbage collector, in the steps that are run again alone.
+#
 # [Note: what is put back]
 # Before the calls: the states of rules, what hooks have noted of this step, buffers, gradients. Before each one: random
 # numbers, autocast, and the engine's flags that say whether a backward reduces. After the calls the random numbers are
@@ -28,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import sys
 import time
@@ -42,8 +49,8 @@ from disthooks._hashing import Checksums, signed64
 from disthooks._streams import refuse_capture
 from disthooks._tensors import local_part
 from disthooks.engines.base import Engine
-from disthooks.engines.scalers import scalers
-from disthooks.engines.step import Step
+from disthooks.engines.scalers import scalers, stage_of
+from disthooks.engines.step import Step, parameters_of
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
 from disthooks.grads.buffers import BuffersBefore
@@ -65,6 +72,8 @@ _REASONS = (
     "other attachments watch the same optimizers",
     "an optimizer of the attachment does not step now",
     "the first step of DDP on more than two ranks sums in another order than later ones",
+    "the loop measured the norm of the gradients before the rules ran",
+    "parameters of another optimizer got gradients in the function",
 )
 
 
@@ -123,9 +132,6 @@ class _Call:
     def has_changed(self) -> bool:
         return any(tensor._version != version for tensor, version in self._versions)
 
-    def make(self) -> Any:
-        return self._function(*self._args, **self._kwargs)
-
     def make_again(self) -> Any:
         self._random.put_back()
         for owner, name, value in self._flags:
@@ -134,7 +140,7 @@ class _Call:
             stack.enter_context(torch.enable_grad())
             for kind, is_enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, is_enabled))
-            return self.make()
+            return self._function(*self._args, **self._kwargs)
 
 
 class Rerun:
@@ -142,6 +148,7 @@ class Rerun:
 
     Attributes:
         facts: what the records of steps say of second runs, by step.
+        has_norm: whether the loop measured a norm of the first gradients, by which it would clip the second ones.
         is_used: whether a function was wrapped.
         is_wanted: whether a configuration asks for it.
         is_again: whether the second run is under way.
@@ -149,23 +156,26 @@ class Rerun:
 
     def __init__(self, engine: Engine, step: Step, runner: StepRunner, buffers: BuffersBefore) -> None:
         self.facts: dict[int, dict[str, Any]] = {}
-        self._engine, self._step, self._plan = engine, step, runner.plan
+        self._engine, self._step, self._runner = engine, step, runner
         self._group, self._device = runner.group, runner.device
         self._buffers, self._checksums = buffers, Checksums()
         self._should_probe, self._is_first = False, True
         self.is_used = self.is_wanted = self.is_again = self._is_inside = False
         self.forget()
 
-    def end_step(self) -> None:
-        """The step is made."""
+    def end_step(self, number: int) -> None:
+        """The step with this number is made."""
         self._is_first = False
+        if self._noted:
+            self.facts[number] = self._noted
         self.forget()
 
     def forget(self) -> None:
-        """The calls belong to no step any more."""
+        """The calls belong to no step any more, and what a second run showed to no record."""
+        self._noted: dict[str, Any] = {}
         self._calls: list[_Call] = []
         self._returned: list[torch.Tensor] = []
-        self._problem = ""
+        self._problem, self.has_norm = "", False
         self._had_gradients: list[bool] = []
         self._before: list[torch.Tensor] = []  # the gradients that were there before the first call
         self._after: Any = None  # what gradients were there after the last call, and when the step began
@@ -216,30 +226,31 @@ class Rerun:
                 "time: take the batch out of it, and give that"
             )
         self._begin_call()
-        call = _Call(function, args, kwargs, self._device, self._sync_flags())
-        self._calls.append(call)
+        if self._problem:  # it stays until the step is made, so nothing has to be held
+            self._calls.clear()
+            return function(*args, **kwargs)
+        self._calls.append(_Call(function, args, kwargs, self._device, self._sync_flags()))
         self._is_inside = True
         try:
-            returned: T = call.make()
+            returned = function(*args, **kwargs)
         except BaseException:
-            self._problem = self._problem or _REASONS[2]
+            self._problem = _REASONS[2]
             raise
         finally:
-            self._is_inside = False
+            self._is_inside, self._after = False, self._marks()
         self._returned += _numbers(returned)
-        self._after = self._marks()
         return returned
 
     def _begin_call(self) -> None:
         gradients = [shard.parameter.grad for shard in self._engine.shards]
-        if self._calls and all(each is None for each in gradients) and any(self._after[1]):
+        if self._after is not None and all(each is None for each in gradients) and any(self._after[1]):
             self.forget()  # the loop has dropped the gradients and begins again
-        if not self._calls:
+        if self._after is None:
             self._had_gradients = [gradient is not None for gradient in gradients]
             there = [local_part(gradient) for gradient in gradients if gradient is not None]
             self._before = [torch.stack([part.count_nonzero() for part in there]).sum()] if there else []
-        elif self._marks() != self._after:
-            self._problem = self._problem or _REASONS[5 if self._marks()[0] == self._after[0] else 3]
+        elif not self._problem and self._marks() != self._after:
+            self._problem = _REASONS[5 if self._marks()[0] == self._after[0] else 3]
 
     def _marks(self) -> Any:
         """How many backwards there were, and which gradients are there, with their versions."""
@@ -260,11 +271,10 @@ class Rerun:
                 "the part that ends with backward()"
             )
         if self.is_used:
-            self._now = self._marks()
+            self._now, self._noted = self._marks(), {}
 
     def judge(
         self,
-        number: int,
         is_measured: bool,
         result: StepResult,
         put_back: Callable[[], None],
@@ -273,7 +283,6 @@ class Rerun:
         """Run the step again if ``result`` leaves it out, or to probe; the result that counts.
 
         Args:
-            number: of the step.
             is_measured: whether statistics were measured.
             result: of the first run.
             put_back: puts back what rules and hooks have noted of the step.
@@ -299,34 +308,39 @@ class Rerun:
         counts, why = {row[0] for row in told}, next((_REASONS[row[1]] for row in told if row[1]), "")
         if why or len(counts) > 1:
             if is_bad:
-                self._note(number, result, "refused", why or f"the ranks made {sorted(counts)} calls", [], began)
+                self._note(result, "refused", why or f"the ranks made {sorted(counts)} calls", [], began)
             return result
         first = self._bits(), self._returned, self._measured(result, is_measured)
+        states = self._runner.copied_states()
+        others = _OtherGradients(self._engine.optimizer_parameters(self._step), self._step.optimizers)
         put_back()
         self._buffers.put_back_now()
         self._make_again()
         self._unscale_again()
+        has_others = others.put_back()
         second = run()
         is_other, is_here = self._differs(first, (self._bits(), self._returned, self._measured(second, is_measured)))
-        found = self._tell([is_other, is_here])
-        differs = any(row[0] for row in found)
+        found = self._tell([is_other, is_here, has_others])
+        differs, has_others = (any(row[place] for row in found) for place in (0, 2))
+        ranks = [rank for rank, row in zip(self._engine.ranks, found, strict=True) if row[1]]
         if not is_bad:
-            self._end_probe(differs, [rank for rank, row in zip(self._engine.ranks, found, strict=True) if row[1]])
+            self._end_probe(differs, has_others, ranks)
             return second
         again = second.skip()
         is_good = again is not None and not bool(again)
         kind = "transient" if is_good and differs else "differs" if is_good or differs else "repeats"
-        ranks = [rank for rank, row in zip(self._engine.ranks, found, strict=True) if row[1]]
-        chosen = result if kind == "differs" and is_good else second
-        self._note(number, chosen, kind, "", ranks, began)
+        chosen = result if has_others or (kind == "differs" and is_good) else second
+        if chosen is result:
+            self._runner.restore_states(states)
+        self._note(chosen, "refused" if has_others else kind, _REASONS[12] if has_others else "", ranks, began)
         return chosen
 
     def _reason(self) -> str:
         """Why this rank cannot run the step again; "" if it can."""
-        if not self._calls:
-            return _REASONS[1]
         if self._problem:
             return self._problem
+        if not self._calls:
+            return _REASONS[1]
         is_scaled = any(scalers.is_known(each) for each in self._step.optimizers)
         checks = [
             (3, self._now[0] != self._after[0]),
@@ -334,8 +348,9 @@ class Rerun:
             (5, self._now != self._after and not is_scaled),
             (6, any(call.has_changed for call in self._calls)),
             (7, self._buffers.has_lost()),
-            (8, self._step.has_other_functions),
+            (8, self._engine.has_other_functions(self._step)),
             (9, len(self._step.stepping) < len(self._step.optimizers)),
+            (11, self.has_norm),
             (10, self._is_first and len(self._engine.ranks) > 2 and self._engine.first_sum_differs),
         ]
         return next((_REASONS[place] for place, is_so in checks if is_so), "")
@@ -364,8 +379,8 @@ class Rerun:
         """A ``GradScaler`` has divided the first gradients; it asks ``found_inf`` of the step when it is made."""
         for optimizer in self._step.optimizers:
             scaler = scalers.of(optimizer)
-            if scaler is None or not scaler.is_enabled():
-                continue
+            if scaler is None or not scaler.is_enabled() or stage_of(scaler, optimizer) == "READY":
+                continue  # nobody has divided the first gradients: DeepSpeed does it later
             found = torch.zeros((), dtype=torch.float32, device=scaler._scale.device)
             inverse = scaler._scale.double().reciprocal().float()
             state = scaler._per_optimizer_states[id(optimizer)]
@@ -382,7 +397,7 @@ class Rerun:
     def _measured(self, result: StepResult, is_measured: bool) -> list[torch.Tensor]:
         """The merged numbers that every step measures."""
         found = []
-        for part, vectors in zip(self._plan.rounds, result.merged, strict=False):
+        for part, vectors in zip(self._runner.plan.rounds, result.merged, strict=False):
             values = part.layout(is_measured).unpack(vectors)
             found += [values[measure].clone() for measure in part.always.uses]
         return found
@@ -394,8 +409,14 @@ class Rerun:
         is_other = one != other or not _all_same(first[2], second[2])
         return is_other, not _all_same(first[1], second[1])
 
-    def _end_probe(self, differs: bool, ranks: Sequence[int]) -> None:
+    def _end_probe(self, differs: bool, has_others: bool, ranks: Sequence[int]) -> None:
         self._should_probe = False
+        if has_others:
+            raise UsageError(
+                "rerun(): parameters of another optimizer got gradients in the function, and that optimizer would step "
+                "with those of the first run: attach to both optimizers, gradients(model, [first, second]), or let "
+                "the others need no gradient in the function (requires_grad_(False))"
+            )
         if differs:
             where = f" on the ranks {list(ranks)}" if ranks else ""
             raise UsageError(
@@ -405,8 +426,8 @@ class Rerun:
                 "taken, and a fault that repeats may be called transient"
             )
 
-    def _note(self, number: int, result: StepResult, kind: str, why: str, ranks: Sequence[int], began: float) -> None:
-        self.facts[number] = {
+    def _note(self, result: StepResult, kind: str, why: str, ranks: Sequence[int], began: float) -> None:
+        self._noted = {
             "rerun": kind,
             "rerun_calls": len(self._calls),
             **({"rerun_why": why} if why else {}),
@@ -419,6 +440,31 @@ class Rerun:
     def _tell(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of each rank, in the order of ranks. See [Note: all ranks or none]."""
         return collectives.gather(self._group, torch.tensor(numbers, dtype=torch.int64, device=self._device))
+
+
+class _OtherGradients:
+    """The gradients of the parameters of other optimizers. See [Note: gradients of others]."""
+
+    def __init__(self, owned: Sequence[torch.Tensor], optimizers: Sequence[Any]) -> None:
+        mine, ids = {id(each) for each in optimizers}, {id(each) for each in owned}
+        others = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+        found = {id(p): p for each in others if id(each) not in mine for p in parameters_of(each) if id(p) not in ids}
+        self._before: list[tuple[torch.Tensor, Any, Any]] = [
+            (p, p.grad, None if p.grad is None else (p.grad._version, p.grad.clone())) for p in found.values()
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        """Put the gradients back; whether one had changed."""
+        changed = False
+        for parameter, grad, copied in self._before:
+            has_version = copied is None or grad._version == copied[0]
+            if parameter.grad is grad and has_version:
+                continue
+            changed, parameter.grad = True, grad
+            if copied is not None:
+                grad.copy_(copied[1])
+        return changed
 
 
 def _numbers(returned: Any) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import sys
@@ -238,8 +237,9 @@ class WaitingCallback(DisthooksCallback):
 def wrap_step(trainer: Any, gradients: Gradients) -> None:
     """With ``rerun: true``, let the Trainer call its ``training_step`` through ``rerun``, until training ends."""
     if gradients.wants_rerun:
+        own = {name: vars(trainer)[name] for name in ("training_step",) if name in vars(trainer)}  # a patch of somebody
         trainer.training_step = gradients.rerun(trainer.training_step)
-        gradients.on_remove(functools.partial(trainer.__dict__.pop, "training_step", None))
+        gradients.on_remove(lambda: vars(trainer).update(own) if own else vars(trainer).pop("training_step"))
 
 
 class _Brief:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -293,3 +294,139 @@ def test_the_report_says_it_in_words(tmp_path: Any) -> None:
     )
     assert "Step 2: run again, it gave the same bits: the fault is in the data or in the program." in text
     assert [each["step"] for each in told["events"] if each["kind"] == "rerun"] == [1, 2]
+
+
+# --- loops of other people
+
+
+def test_a_loop_that_clips_by_a_norm_of_its_own_is_not_run_again() -> None:
+    """The norm is that of the first gradients: a NaN would spoil the second ones."""
+
+    def clips(call: Any, optimizer: Any, x: torch.Tensor) -> None:
+        call(x)
+        parameters = optimizer.param_groups[0]["params"]
+        norm = nn.utils.get_total_norm([each.grad for each in parameters])
+        nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        optimizer.step()
+
+    skipped, _ = train(once, step_by=clips, wraps=False)
+    state, records = train(once, step_by=clips)
+    assert_same(state, skipped)
+    assert "measured the norm of the gradients before" in records[2]["rerun_why"]
+
+
+def test_a_loop_that_clips_by_torchs_norm_clips_the_second_gradients() -> None:
+    def clips(call: Any, optimizer: Any, x: torch.Tensor) -> None:
+        call(x)
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        optimizer.step()
+
+    clean, _ = train(step_by=clips, wraps=False)
+    state, records = train(once, step_by=clips)
+    assert_same(state, clean)
+    assert records[2]["rerun"] == "transient"
+
+
+def test_a_step_that_never_comes_leaves_nothing_to_the_next_record() -> None:
+    made: list[int] = []
+
+    def clips(call: Any, optimizer: Any, x: torch.Tensor) -> None:
+        call(x)
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        made.append(len(made))
+        if len(made) != 3:  # the loop leaves out the step that was run again
+            optimizer.step()
+
+    _, records = train(once, step_by=clips)
+    assert not [step for step, record in records.items() if "rerun" in record]
+
+
+def _apart(kind: str, probe: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+    """One backward through two models, each with an optimizer; only the first one is watched."""
+    torch.manual_seed(0)
+    models, records = (nn.Linear(4, 4), nn.Linear(4, 2)), []
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in models)
+    fault, grads = Fault(models[0]), []
+    stats = [dh.stats.Norm()]
+    with dh.gradients(models[0], first, rules=SKIP, stats=stats, sinks=[records.append], every=1) as watch:
+
+        def forward_backward(x: torch.Tensor) -> None:
+            models[1](models[0](x)).square().mean().backward()
+
+        call = watch.rerun(forward_backward, probe=probe) if kind != "plain" else forward_backward
+        for step in range(3):
+            fault.left = 1 if step == 2 and kind == "bad" else 0
+            call(batch(step))
+            try:
+                first.step()
+            finally:
+                grads = [each.grad.clone() for each in models[1].parameters()]
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+    return [each.detach().clone() for each in models[0].parameters()], grads, records
+
+
+def test_gradients_of_another_optimizer_are_never_added_to() -> None:
+    with pytest.raises(UsageError, match="parameters of another optimizer got gradients"):
+        _apart("good", True)
+    weights, grads, _ = _apart("plain", False)
+    found, mine, _ = _apart("good", False)
+    assert all(torch.equal(a, b) for a, b in zip(weights + grads, found + mine, strict=True))
+    _, bad, records = _apart("bad", False)
+    assert all(
+        bool(each.isnan().all()) for each in bad[:1]
+    )  # the fault is in what that optimizer gets, as without rerun
+    assert [each["rerun"] for each in records if "rerun" in each] == ["refused"]
+
+
+def _scaled_apart(has_rerun: bool, is_bad: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    """Two losses, two optimizers, a GradScaler each; a spike in the first model."""
+    torch.manual_seed(0)
+    models, records = (nn.Linear(4, 4), nn.Linear(4, 2)), []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (256.0, 64.0)]
+    fault = Fault(models[0], 1e4)
+    rules, both = [dh.SkipSpike(window=64, least=8, loss=False)], nn.ModuleList(models)
+    with dh.gradients(both, optimizers, rules=rules, stats=[dh.stats.Norm()], sinks=[records.append], every=1) as watch:
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            losses = [model(x).square().mean() for model in models]
+            for scaler, loss in zip(scalers, losses, strict=True):
+                scaler.scale(loss).backward()
+            return losses[0].detach()
+
+        call = watch.rerun(forward_backward) if has_rerun else forward_backward
+        for step in range(24):
+            fault.left = 1 if step == 20 and is_bad else 0
+            call(batch(step))
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.unscale_(optimizer)
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+            for scaler in scalers:
+                scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return [each.detach().clone() for each in both.parameters()], [each for each in records if "rerun" in each]
+
+
+def test_two_optimizers_with_a_grad_scaler_each() -> None:
+    clean, _ = _scaled_apart(False, False)
+    found, records = _scaled_apart(True, True)
+    assert [each["rerun"] for each in records] == ["transient"]
+    assert all(torch.equal(a, b) for a, b in zip(clean, found, strict=True))
+
+
+def test_calls_without_a_step_are_not_held() -> None:
+    """A loop that zeroes gradients in place and never steps: nothing tells that it began again."""
+    model, optimizer, watch = _watched()
+    with watch:
+        call, seen = watch.rerun(lambda x: model(x).sum().backward()), []
+        for number in range(20):
+            x = batch(number)
+            seen.append(weakref.ref(x))
+            call(x)
+            optimizer.zero_grad(set_to_none=False)
+        del x
+        assert sum(each() is not None for each in seen) <= 1
