@@ -340,7 +340,8 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
             f"recent={config.recent}: nothing tells in which step something happens: add stats.NonFinite(), "
             "SkipNonFinite or ClipNorm, which look at every step"
         )
-    changed = _changed_gradients(engine, plan, local_rules)
+    shards = [plan.shards[i] for i in plan.rewritten] + [engine.shards[i] for s in local_rules.scopes for i in s]
+    changed = {id(shard.parameter): shard.name for shard in shards}
     _refuse_twice(changed)
     attached = Gradients(config, checks, runner, records, _open_sinks(config, engine, step, runner))
     _attached[attached] = changed
@@ -350,11 +351,6 @@ def _attach(engine: Engine, models: Sequence[nn.Module], step: Step, config: Gra
 
 #: For each attachment the parameters whose gradients its rules may change: the name of each, by the identity.
 _attached: WeakKeyDictionary[Gradients, dict[int, str]] = WeakKeyDictionary()
-
-
-def _changed_gradients(engine: Engine, plan: StepPlan, local_rules: LocalRules) -> dict[int, str]:
-    shards = [plan.shards[i] for i in plan.rewritten] + [engine.shards[i] for s in local_rules.scopes for i in s]
-    return {id(shard.parameter): shard.name for shard in shards}
 
 
 def _refuse_twice(changed: Mapping[int, str]) -> None:

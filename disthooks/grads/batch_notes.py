@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import time
 import warnings
@@ -38,7 +39,8 @@ def stands_out(record: Mapping[str, Any]) -> bool:
     >>> stands_out({"step": 3, "grad_norm": 1.0, "skipped": 0.0}), stands_out({"step": 4, "skipped": 1.0})
     (False, True)
     """
-    return bool(record.get("nonfinite_params") or record.get("skipped") or record.get("spike") or "rerun" in record)
+    is_finite = not record.get("nonfinite_params") and math.isfinite(record.get("grad_norm") or 0.0)
+    return bool(not is_finite or record.get("skipped") or record.get("spike") or "rerun" in record)
 
 
 class BatchNotes:
@@ -52,7 +54,7 @@ class BatchNotes:
     def __init__(self, sinks: Iterable[Any], rank: int) -> None:
         log = next((pathlib.Path(sink.path) for sink in sinks if isinstance(sink, Jsonl)), None)
         self._file = None if log is None else notes_file(log, rank)
-        self._now: list[str] = []
+        self._now: deque[str] = deque(maxlen=16 * _KEPT)  # a loop that makes no step must not fill the memory
         self._kept: deque[tuple[int, list[str]]] = deque(maxlen=_KEPT)
 
     def note(self, value: Any) -> None:
@@ -68,14 +70,14 @@ class BatchNotes:
         self._now.append(text)
 
     def take(self, step: int) -> None:
-        """What was noted since the last step is of ``step``."""
+        """Keep what was noted since the last step, as notes of ``step``."""
         if self._now:
-            self._kept.append((step, self._now))
-            self._now = []
+            self._kept.append((step, list(self._now)))
+            self._now.clear()
 
     def forget(self) -> None:
-        """The calls since the last step are of no step."""
-        self._now = []
+        """Drop what was noted since the last step: the loop makes no step of it."""
+        self._now.clear()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write what was noted of the record's step, if it stands out."""

@@ -174,8 +174,9 @@ class ForwardHooks:
             return ForwardFacts(loss=_sum_and_count(losses, device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sides = itertools.product(range(len(self.names)), (0, 1))
-        factor = 1 if self._has_replicas else signed64(GOLDEN)
-        printed = [_combined([onto(each, device) for each in prints.get(side, [zero])], factor) for side in sides]
+        factor = 1 if self._has_replicas else signed64(GOLDEN)  # with a factor other than 1 the order counts
+        of_sides = ([onto(each, device) for each in prints.get(side, [zero])] for side in sides)
+        printed = [functools.reduce(lambda before, mine: before * factor + mine, each) for each in of_sides]
         return ForwardFacts(
             outputs=self._added_up(facts, unread, device),
             loss=_sum_and_count(losses, device),
@@ -270,11 +271,6 @@ class ForwardHooks:
         self.gives_loss = loss is not None
         if self.has_loss and self.takes_outputs and loss is not None:
             self.note_loss(loss)
-
-
-def _combined(prints: Sequence[torch.Tensor], factor: int) -> torch.Tensor:
-    """One fingerprint of several: with a factor other than 1 their order counts."""
-    return functools.reduce(lambda before, mine: before * factor + mine, prints)
 
 
 class Clock:

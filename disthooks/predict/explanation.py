@@ -13,7 +13,7 @@ from disthooks.errors import UsageError
 from disthooks.predict.hardware.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
 from disthooks.predict.hardware.roofline import phase_seconds, seconds_of
 from disthooks.predict.recording.record import CATEGORIES, StepRecord, Unknown
-from disthooks.predict.recording.timeline import Sample, Share, Timeline
+from disthooks.predict.recording.timeline import Share, Timeline
 from disthooks.predict.run import Situation, Step
 from disthooks.report.page.page import page
 from disthooks.saved.report import SavedReport
@@ -140,8 +140,9 @@ class Memory:
         """The moment at which most bytes are in use, and what they are."""
         sample, operators = self.timeline.peak_sample, self._record.operators
         running = operators[sample.moment].name if operators else ""
-        categories, rest = _categories(sample), self.peak_bytes - sample.total
-        if rest > 0:
+        pairs = [pair for pair in zip(CATEGORIES, sample.nbytes, strict=True) if pair[1]]
+        categories = dict(sorted(pairs, key=lambda pair: -pair[1]))
+        if (rest := self.peak_bytes - sample.total) > 0:
             categories["workspaces, rounding"] = rest
         return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
 
@@ -445,8 +446,3 @@ class Explanation:
             lines.append(f"  without the plan the peak is {format_bytes(self.memory.peak_bytes)}")
         lines += [f"  not known: {each.what}; assumed: {each.assumed}" for each in self.unknown]
         return "\n".join(lines)
-
-
-def _categories(sample: Sample) -> dict[str, int]:
-    pairs = zip(CATEGORIES, sample.nbytes, strict=True)
-    return dict(sorted(((name, nbytes) for name, nbytes in pairs if nbytes), key=lambda pair: -pair[1]))

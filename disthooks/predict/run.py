@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -144,7 +145,7 @@ def record_step(builder: Builder, situation: Situation) -> Step:
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
                 model.to(situation.dtype)
-                args, kwargs = pytree.tree_map(_to(situation.dtype), (args, kwargs))
+                args, kwargs = pytree.tree_map(functools.partial(_to, situation.dtype), (args, kwargs))
             if situation.change is not None:
                 situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
@@ -274,11 +275,8 @@ def _autocast(situation: Situation) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(situation.device, situation.autocast)
 
 
-def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
-    def convert(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return convert
+def _to(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _roots(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torch.Tensor]:
@@ -308,15 +306,12 @@ def _explained(what: str, model: nn.Module | None = None) -> Iterator[None]:
         frames = [each for each, _ in traceback.walk_tb(error.__traceback__)]
         lines = traceback.extract_tb(error.__traceback__)
         where = "" if model is None else _running(model, frames)
-        own = next((each for each in reversed(lines) if not _is_library(each.filename)), None)
+        # Lines of torch and of disthooks tell users nothing about their code.
+        theirs = [f for f in lines if not f.filename.startswith(("<", _PACKAGE)) and "/torch/" not in f.filename]
+        own = theirs[-1] if theirs else None
         place = f" ({own.filename}:{own.lineno})" if own else ""
         text = " ".join(str(error).split())
         raise UsageError(f"{what}{where}: {type(error).__name__}: {text}{place}") from error
-
-
-def _is_library(filename: str) -> bool:
-    """Whether a file is torch's or disthooks' own: its lines tell users nothing about their code."""
-    return filename.startswith(("<", _PACKAGE)) or "/torch/" in filename
 
 
 def _running(model: nn.Module, frames: list[FrameType]) -> str:

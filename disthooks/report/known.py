@@ -273,7 +273,8 @@ def _slow(run: Run) -> Iterator[Culprit]:
             of_others = [len(row) for each, row in rows if each not in (None, rank)]
             often = (1 + sum(of_others)) / (_BEFORE + len(who) - len(places)) / ((run.ranks or 2) - 1)
             by_chance = often ** (len(places) / max(of_others, default=1))
-            lost = sum(float(gaps[at]) * _steps_of(run, at) for at in places)
+            # A record stands for its own step and for those since the record before.
+            lost = sum(float(gaps[at]) * (run.steps[at] - run.steps[at - 1] if at else 1) for at in places)
             if by_chance < _BY_CHANCE and lost > _NOTICED:
                 early = places[0]  # it may have begun with a smaller lead, in longer steps, or led by chance
                 usual = float(gaps[places].median())
@@ -289,8 +290,3 @@ def _slow(run: Run) -> Iterator[Culprit]:
                 found = made("slow", (begun(run, most, early), run.steps[places[0]]), phase, rank, what)
                 yield replace(found, advice=_ADVICE[phase])
                 return
-
-
-def _steps_of(run: Run, at: int) -> int:
-    """How many steps a record stands for: its own and those since the record before."""
-    return run.steps[at] - run.steps[at - 1] if at else 1

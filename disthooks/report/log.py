@@ -234,12 +234,13 @@ def _batches(log: pathlib.Path, run: Run) -> dict[tuple[int, int], str]:
     """What ranks noted of their batches while ``run`` was written (grads/batch_notes.py), by step and rank."""
     found: dict[tuple[int, int], str] = {}
     for file in sorted(log.parent.glob(notes_file(pathlib.Path(glob.escape(log.name)), "*").name)):
-        rank = int(file.suffixes[-2].removeprefix(".rank-"))
-        for line in file.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a killed run began
-                noted = json.loads(line)
-                if (run.began or 0) - 1 <= noted["time"] <= (run.ended or math.inf) + 60:
-                    found[noted["step"], rank] = ", ".join(map(json.dumps, noted["data"]))
+        with contextlib.suppress(OSError, ValueError):  # it cannot be read, or no rank wrote it
+            rank = int(file.suffixes[-2].removeprefix(".rank-"))
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a killed run began
+                    noted = json.loads(line)
+                    if (run.began or 0) - 1 <= noted["time"] <= (run.ended or math.inf) + 60:
+                        found[noted["step"], rank] = ", ".join(map(json.dumps, noted["data"]))
     return found
 
 

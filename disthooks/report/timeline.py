@@ -53,7 +53,9 @@ def timeline(run: Run) -> Timeline:
         if any(_explains(run, culprit, place(culprit.step), episode) for culprit in found):
             continue
         cause = cause_of(run, episode)
-        for culprit in [each for each in found if _comes_of(each, place(each.step), episode)]:
+        # Something certain may have come of the jumps of an episode, which began before.
+        may_come = [each for each in found if each.kind in _CONSEQUENCES]
+        for culprit in [each for each in may_come if episode[0].at < place(each.step) <= episode[-1].at + 1]:
             found.remove(culprit)
             cause = replace(cause, evidence=[*cause.evidence, f"Then: {culprit.text}"])
         found.append(cause)
@@ -89,11 +91,6 @@ def _explains(run: Run, culprit: Culprit, at: int, episode: Sequence[Event]) -> 
         return at == begin.at  # an output that overflowed is the jump itself
     after = 0 if run.records[min(at, len(run.records) - 1)].skipped else _AFTERWARDS  # a skipped step changes nothing
     return culprit.kind in _CERTAIN and at <= begin.at <= at + after
-
-
-def _comes_of(culprit: Culprit, at: int, episode: Sequence[Event]) -> bool:
-    """Whether something certain, of record ``at``, came of the jumps of an episode, which began before."""
-    return culprit.kind in _CONSEQUENCES and episode[0].at < at <= episode[-1].at + 1
 
 
 def _once(run: Run, found: Sequence[Culprit]) -> Iterator[Culprit]:

@@ -32,6 +32,7 @@ A ``Packed`` is one content, in memory or offloaded. A ``Handle`` is one saved t
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -106,15 +107,9 @@ class InPlace:
         return copy_for_python(self.tensor, Layout.of(self.tensor), (storage._cdata, storage.nbytes()), node)
 
 
-class _Empty(dict[tuple[torch.dtype, torch.device], torch.Tensor]):
-    """A tensor of zero bytes for each dtype and device."""
-
-    def __missing__(self, key: tuple[torch.dtype, torch.device]) -> torch.Tensor:
-        self[key] = found = torch.empty(0, dtype=key[0], device=key[1])
-        return found
-
-
-_empty = _Empty()
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class Restored:
@@ -469,7 +464,7 @@ class Packed(ReentrantLock, ABC):  # type: ignore[misc]  # a base of type Any
                     used_on(alias, stream)
                 # A fake tensor belongs to one dispatch mode, so nothing of it is remembered.
                 is_tensor = type(alias) is torch.Tensor
-                alias.data = _empty[alias.dtype, alias.device] if is_tensor else alias.new_empty(0)
+                alias.data = _empty(alias.dtype, alias.device) if is_tensor else alias.new_empty(0)
 
     def withdraw(self) -> None:
         """Leave the contents in memory, for their own graph alone."""

@@ -325,10 +325,14 @@ def _candidates(explanation: Explanation) -> Iterator[Candidate]:
         code = explanation.step.switch or checkpoint_code(group.names)
         changed = situation.changed(checkpointed(group.names))
         yield Candidate("checkpoint", title, changed, code=code)
-    heads = [row.name for row in explanation.modules if row.kind == "Linear"]
-    if heads and _probabilities(explanation) > 0.1 * at_peak.nbytes and hasattr(nn, "LinearCrossEntropyOptions"):
-        changed = situation.changed(in_chunks(heads[-1]))
-        yield Candidate("loss", _IN_CHUNKS, changed, code=loss_code(heads[-1]), is_exact=False, note=_ROUNDING)
+    head = _last_linear(explanation)
+    if (
+        head is not None
+        and _probabilities(explanation) > 0.1 * at_peak.nbytes
+        and hasattr(nn, "LinearCrossEntropyOptions")
+    ):
+        changed = situation.changed(in_chunks(head))
+        yield Candidate("loss", _IN_CHUNKS, changed, code=loss_code(head), is_exact=False, note=_ROUNDING)
     movable = sum(at_peak.by_category.get(each, 0) for each in ("saved for backward", "temporary"))
     if movable > 0.1 * at_peak.nbytes:
         yield from _plans(explanation, group)
@@ -465,6 +469,10 @@ _EIGHT_BITS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
 _IN_CHUNKS = "compute the logits in chunks, inside the cross entropy"
 
 
+def _last_linear(explanation: Explanation) -> str | None:
+    return next((row.name for row in reversed(explanation.modules) if row.kind == "Linear"), None)
+
+
 def _probabilities(explanation: Explanation) -> int:
     """Bytes that cross entropies save, if they are there at the peak."""
     return explanation.by_operator.get("aten._log_softmax", 0) if explanation.peak.phase != "optimizer" else 0
@@ -475,7 +483,7 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
     logits = _probabilities(explanation)
     if logits:
         text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward needs as many bytes again"
-        yield _estimate("loss", _IN_CHUNKS, text, logits, before, loss_code("head"))
+        yield _estimate("loss", _IN_CHUNKS, text, logits, before, loss_code(_last_linear(explanation) or "head"))
     scores = sum(
         explanation.record.allocations[each.allocation].nbytes
         for each in explanation.record.counted()

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 
 from torch import nn
 
-_NAMES = "# hidden is what {head} gets, labels are the next tokens\n"
+_NAMES = """\
+# hidden is what the last linear layer gets, labels are the next tokens
+head = model.get_submodule("{head}")
+"""
 _TORCH = """\
 loss = torch.nn.functional.linear_cross_entropy(
-    hidden.flatten(0, -2), model.{head}.weight, labels.flatten(), options=torch.nn.LinearCrossEntropyOptions()
+    hidden.flatten(0, -2), head.weight, labels.flatten(),
+    linear_bias=head.bias, options=torch.nn.LinearCrossEntropyOptions(),
 )"""
 _LIGER = """\
 from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-loss = LigerFusedLinearCrossEntropyLoss()(model.{head}.weight, hidden.flatten(0, -2), labels.flatten())"""
+loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden.flatten(0, -2), labels.flatten(), head.bias)"""
 # For an older torch: backward computes the logits of each part again.
 _PARTS = """\
 from torch.utils.checkpoint import checkpoint
 def loss_of_part(hidden, labels):
-    return torch.nn.functional.cross_entropy(model.{head}(hidden), labels, reduction="sum")
+    return torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
 parts = zip(hidden.flatten(0, -2).chunk(8), labels.flatten().chunk(8))
 loss = sum(checkpoint(loss_of_part, *each, use_reentrant=False) for each in parts) / labels.numel()"""
 
@@ -38,7 +42,7 @@ def checkpoint_code(names: Sequence[str]) -> str:
 def loss_code(head: str) -> str:
     """Lines of Python that compute the mean loss of tokens in chunks; ``head`` is the name of the last linear layer."""
     has_torchs, has_ligers = hasattr(nn, "LinearCrossEntropyOptions"), importlib.util.find_spec("liger_kernel")
-    return (_NAMES + (_TORCH if has_torchs else _LIGER if has_ligers else _PARTS)).format(head=head)
+    return _NAMES.format(head=head) + (_TORCH if has_torchs else _LIGER if has_ligers else _PARTS)
 
 
 def fsdp_code(units: Sequence[str]) -> str:

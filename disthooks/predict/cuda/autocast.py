@@ -300,16 +300,13 @@ def _set_cuda(enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype("cuda", dtype)
 
 
-def _cast_inputs(before: Any, value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    return before(value, "cpu" if device_type == "cuda" else device_type, dtype)
-
-
 def _functions() -> Mapping[tuple[Any, str], Callable[..., Any]]:
     return {
         (torch.autocast, "__init__"): _init,
         (torch.autocast, "__enter__"): _enter,
         (torch.autocast, "__exit__"): _exit,
-        (autocast_mode, "_cast"): _cast_inputs,  # of `torch.amp.custom_fwd`
+        # of `torch.amp.custom_fwd`
+        (autocast_mode, "_cast"): lambda true, x, kind, dtype: true(x, "cpu" if kind == "cuda" else kind, dtype),
     }
 
 

@@ -259,11 +259,9 @@ def foreach_as_on_cuda() -> Iterator[None]:
         yield
 
 
-def _with_cpu(before: Any) -> Any:
-    return [*before(), "cpu"]
-
-
-_foreach: Replacements[bool] = Replacements(lambda: {(optimizer, "_get_foreach_kernels_supported_devices"): _with_cpu})
+_foreach: Replacements[bool] = Replacements(
+    lambda: {(optimizer, "_get_foreach_kernels_supported_devices"): lambda before: [*before(), "cpu"]}
+)
 
 
 @contextlib.contextmanager

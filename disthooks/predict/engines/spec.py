@@ -424,7 +424,9 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
         yield from zero.held(prepared.model)
         return
     model: nn.Module = prepared.model
-    parameters = [*model.parameters(), *_flat_parameters(model)]
+    # FSDP1's flat parameters, which `parameters()` does not have with `use_orig_params`.
+    handles = filter(None, (vars(module).get("_handle") for module in model.modules()))
+    parameters = [*model.parameters(), *(handle.flat_param for handle in handles)]
     yield from (("parameters", each) for parameter in parameters for each in _parts(parameter))
     for parameter in parameters:
         yield from (("gradients", each) for each in _parts(parameter.grad))
@@ -442,12 +444,6 @@ def _parts(tensor: torch.Tensor | None) -> Iterable[torch.Tensor]:
     if tensor is None:
         return ()
     return (tensor,) if tensor.layout is torch.strided else parts_of(tensor)
-
-
-def _flat_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
-    """FSDP1's, which ``parameters()`` does not have with ``use_orig_params``."""
-    handles = [vars(module).get("_handle") for module in model.modules()]
-    return [handle.flat_param for handle in handles if handle is not None]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -244,7 +244,9 @@ def _held(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for state in engine.basic_optimizer.state.values():
         yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
     yield from (("buffers", buffer) for buffer in engine.module.buffers())
-    yield from sorted(((_kind(path), tensor) for path, tensor in _walk(engine.optimizer, "", set())), key=_by_kind)
+    kinds = ("master", "gradients", "communication")  # a storage with several names has the first of these
+    found = ((_kind(path), tensor) for path, tensor in _walk(engine.optimizer, "", set()))
+    yield from sorted(found, key=lambda each: kinds.index(each[0]))
 
 
 def _kind(path: str) -> str:
@@ -252,11 +254,6 @@ def _kind(path: str) -> str:
     if "norm" in path or "ipg" in path or "bucket" in path:
         return "communication"
     return "gradients" if "grad" in path else "master" if "fp32" in path else "communication"
-
-
-def _by_kind(found: tuple[str, torch.Tensor]) -> int:
-    """A storage with several names has the first of these kinds."""
-    return ("master", "gradients", "communication").index(found[0])
 
 
 def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -106,7 +106,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._check_thread()
+        if threading.get_ident() != self._thread:
+            self.told("operators in a thread that the model started", "they save nothing and take no memory")
         if func in _OF_ONE_DTYPE:
             _refuse_dtypes(func, args)
         own = _KERNELS.get(func)
@@ -136,10 +137,6 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         if key is not None and mended is result:
             self._shapes.learn(key, func, args, kwargs, result)
         return mended
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
-            self.told("operators in a thread that the model started", "they save nothing and take no memory")
 
     def _mended(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
         """``result`` as the operator gives it. See [Note: kernels that differ]."""

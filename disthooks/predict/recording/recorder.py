@@ -161,7 +161,7 @@ class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
         self.record.phases[phase] = len(self.record.operators)
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
     # -- memory
 
@@ -366,10 +366,6 @@ class _Pending(NamedTuple):
     number: int
     shape: tuple[int, ...]
     dtype: str
-
-
-def _unpack(held: _Held) -> torch.Tensor:
-    return held.tensor
 
 
 def _class_name(module: nn.Module) -> str:

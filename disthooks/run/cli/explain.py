@@ -19,7 +19,6 @@ from disthooks.run.cli.output import console, document, line, progress, size, ta
 _PATIENCE = 30.0
 
 if TYPE_CHECKING:
-    from disthooks.predict.answers.advice import Advice
     from disthooks.predict.explanation import Explanation, ModuleRow
 
 
@@ -87,7 +86,10 @@ def explain(
             begin("trying changes")
             best = advise(builder, said, limit=limit, **known) if advice else []
             told["advice"] = [each.to_dict() for each in best]
-            _say_advice(best, say)
+            for number, change in enumerate(best, 1):
+                say(f"advice {number}: {change.title}: {change.text}")
+                for each in (change.yaml or change.code).rstrip().splitlines():
+                    say(f"    {each}")
             begin("looking for the largest sizes")
             if limit is not None:
                 far = find_fits(builder, said.situation, limit, explanation=said, found=say, **known)
@@ -135,13 +137,6 @@ def _without_plan(said: Explanation, file: str) -> str:
         name, nbytes = max(peak.by_category.items(), key=lambda each: each[1])
         text += f": the plan hardly lowers it, because at the peak {size(nbytes)} are {name}"
     return text
-
-
-def _say_advice(best: list[Advice], say: Callable[[str], object]) -> None:
-    for number, change in enumerate(best, 1):
-        say(f"advice {number}: {change.title}: {change.text}")
-        for each in (change.yaml or change.code).rstrip().splitlines():
-            say(f"    {each}")
 
 
 def _check_folder(output: str | None) -> None:
@@ -284,7 +279,8 @@ def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str
     top = max(columns) or 1
     lines = []
     for row in range(height, 0, -1):
-        text = "".join(_vertical(value / top * height - row + 1) for value in columns)
+        parts = (max(0.0, min(1.0, value / top * height - row + 1)) for value in columns)
+        text = "".join(" ▁▂▃▄▅▆▇█"[round(part * 8)] for part in parts)
         scale = size(top * row / height) if row in (height, height // 2) else ""
         lines.append(f"{scale:>10} │{text}")
     names = [""] * width
@@ -296,10 +292,6 @@ def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str
     mark, place = "▼ peak", columns.index(top)
     lines.insert(0, " " * 12 + (" " * place + mark if place + len(mark) <= width else f"{'peak ▼':>{place + 1}}"))
     return lines
-
-
-def _vertical(part: float) -> str:
-    return " ▁▂▃▄▅▆▇█"[round(max(0.0, min(1.0, part)) * 8)]
 
 
 # -- all of it

@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
-from disthooks.grads.batch_notes import notes_file
+from disthooks.grads.batch_notes import BatchNotes, notes_file, stands_out
 from disthooks.report.log import read
 from disthooks.report.sentences import verdict
 from disthooks.report.timeline import timeline
@@ -63,6 +63,34 @@ def test_a_half_line_and_notes_of_another_run_are_left_out(tmp_path: pathlib.Pat
     with notes_file(log, 0).open("a") as file:
         file.write('{"step": 3, "time": 1.0, "data": ["old"]}\n{"step": 4, "ti')
     assert len(said(log)) == 1
+
+
+def test_what_no_rank_wrote_is_left_out(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log.jsonl"
+    train(log)
+    notes_file(log, 1).mkdir()
+    notes_file(log, "x").write_text('{"step": 2, "time": 1.0, "data": []}\n')
+    notes_file(log, 2).write_bytes(b"\xff\xfe\n")
+    assert len(said(log)) == 1
+
+
+def test_a_norm_that_is_not_finite_stands_out() -> None:
+    assert [stands_out({"step": 1, "grad_norm": norm}) for norm in (math.nan, math.inf, 0.5, None)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_loop_that_makes_no_step_keeps_the_newest_notes(tmp_path: pathlib.Path) -> None:
+    notes = BatchNotes([dh.sinks.Jsonl(tmp_path / "log.jsonl")], 0)
+    for row in range(10_000):
+        notes.note(row)
+    notes.take(1)
+    notes.write({"step": 1, "skipped": 1.0})
+    (line,) = notes_file(tmp_path / "log.jsonl", 0).read_text().splitlines()
+    assert json.loads(line)["data"] == list(range(10_000 - 4096, 10_000))
 
 
 def test_what_cannot_be_noted_is_an_error(tmp_path: pathlib.Path) -> None:

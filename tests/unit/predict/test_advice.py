@@ -128,15 +128,16 @@ def test_code_is_code(found: list[Advice]) -> None:
         assert not isinstance(last, ast.Expr) or isinstance(last.value, ast.Call), title
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("code", [snippets._TORCH, snippets._PARTS])
-def test_the_code_of_a_loss_in_chunks_gives_the_same_loss(code: str) -> None:
+def test_the_code_of_a_loss_in_chunks_gives_the_same_loss(code: str, has_bias: bool) -> None:
     if code == snippets._TORCH and not hasattr(nn, "LinearCrossEntropyOptions"):
         pytest.skip("this torch has no linear cross entropy")
     hidden, labels = torch.randn(2, 16, 8, requires_grad=True), torch.randint(50, (2, 16))
-    model = nn.ModuleDict({"head": nn.Linear(8, 50, bias=False)})
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 50, has_bias)))
     names: dict[str, Any] = {"torch": torch, "model": model, "hidden": hidden, "labels": labels}
-    exec(code.format(head="head"), names)
-    whole = nn.functional.cross_entropy(model["head"](hidden).flatten(0, 1), labels.flatten())
+    exec(snippets._NAMES.format(head="0.0") + code, names)
+    whole = nn.functional.cross_entropy(model(hidden).flatten(0, 1), labels.flatten())
     torch.testing.assert_close(names["loss"], whole)
     torch.testing.assert_close(*(torch.autograd.grad(each, hidden)[0] for each in (names["loss"], whole)))
 
@@ -171,8 +172,9 @@ def test_a_loss_in_chunks_is_predicted(device: str) -> None:
     advice = of_kind(changes(*asked("plain")), "loss")
     assert not advice.is_estimate
     assert advice.nbytes == asked("chunks")[1].peak_bytes < asked("plain")[1].peak_bytes / 8
-    assert "model.head.weight" in advice.code
-    assert of_kind(changes(*asked("squared")), "loss").is_estimate
+    of_squares = of_kind(changes(*asked("squared")), "loss")
+    assert of_squares.is_estimate
+    assert all('head = model.get_submodule("head")' in each.code for each in (advice, of_squares))
 
 
 class Switched(nn.Module):
