@@ -157,7 +157,7 @@ def watched(watches: Mapping[str, Any]) -> dict[str, Any]:
             found |= {key: {name: _patterns(each, "groups") for name, each in value.items()}} if value else {}
         elif key == "every":
             found[key] = value
-        elif key in ("recent", "process_group", "experts", "copies", "rerun"):
+        elif key in ("recent", "process_group", "experts", "copies", "rerun", "capture"):
             found |= {key: value} if value else {}
         elif key == "restore_buffers":
             found |= {} if value else {key: value}

@@ -324,11 +324,11 @@ class Plan:
         """
         check_not_alone()
         made = dict(self._made(model, sinks) if _made is None else _made)
-        wants_rerun = made.pop("rerun", False)
+        rerun, capture = made.pop("rerun", False), made.pop("capture", None)
         with at_line(self.source, ("watch",)):
             attached = gradients(model, optimizer, also=also, **made, _engine=_engine)
-        if wants_rerun:
-            attached.want_rerun()
+        if rerun or capture is not None:
+            attached.want_rerun(capture)
         return attached
 
     def prepare(

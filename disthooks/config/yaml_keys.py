@@ -73,6 +73,9 @@ class Watch(_Watchers):
     rerun: bool = Field(
         False, description="Whether a step that a rule leaves out is run once more, under the HF Trainer and Lightning."
     )
+    capture: Text | None = Field(
+        None, description="As rerun; of a step that repeats, the call that made it bad is written to this folder."
+    )
     rules: list[Entry] = Field([], description="Applied to the gradients in this order.")
     stats: Bundle | list[Bundle | Entry] = Field(
         [],

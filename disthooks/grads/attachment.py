@@ -25,7 +25,7 @@ from disthooks.grads.gradients_report import GradientsReport, no_step_followed
 from disthooks.grads.kept_states import KeptStates
 from disthooks.grads.options import GradientsConfig
 from disthooks.grads.records import MeasuredStep, StepRecord, StepRecords, UnwrittenRecords
-from disthooks.grads.rerun import P, Rerun, T
+from disthooks.grads.rerun import AnyPath, P, Rerun, T
 from disthooks.grads.sinks.base import RecordWriter, Sink
 from disthooks.grads.stats.base import State
 from disthooks.grads.step import BegunStep, StepChecks, StepResult, StepRunner
@@ -146,27 +146,29 @@ class Gradients(Attachment):
         """
         self._runner.forward_hooks.note_loss(loss)
 
-    def rerun(self, function: Callable[P, T], *, probe: bool = True) -> Callable[P, T]:
+    def rerun(
+        self, function: Callable[P, T], capture: AnyPath | None = None, *, captures: int = 3, probe: bool = True
+    ) -> Callable[P, T]:
         """The function that makes the gradients of a micro-batch, wrapped so that a bad step is run once more.
 
-        Call this on every rank.
-
-        When the rules would leave a step out, all ranks make the calls since the last step again, from the same
-        arguments, random numbers and buffers. If the gradients are good this time, and have other bits, the fault was
-        transient, and the step is made with them. If they have the same bits, or are bad again, the step is left out.
-        The record of the step has ``rerun``: "transient", "repeats", "differs" (not deterministic), or "refused", with
+        Call this on every rank. When the rules would leave a step out, all ranks make the calls since the last step
+        again, from the same arguments, random numbers and buffers. If the gradients are good this time, and have other
+        bits, the fault was transient, and the step is made with them; otherwise it is left out. The record of the step
+        has ``rerun``: "transient", "repeats" (the same bits), "differs" (not deterministic), or "refused", with
         ``rerun_why``; ``rerun_calls``, ``rerun_seconds``, and ``rerun_ranks``: where the function returned other bits.
-
         In each step the host waits once, for the decision. The arguments are held until the step is made.
 
         Args:
             function: makes the gradients of one micro-batch, forward and backward; what it draws at random comes from
                 the generators of torch, numpy and Python. It must not step.
+            capture: a folder. If a step repeats, its calls are made again twice more, and the call of the module that
+                made it bad goes to ``CAPTURE/step-37.rank-1`` for ``disthooks replay``; ``rerun_capture`` names it.
+            captures: how many of these all ranks together write at most.
             probe: whether one good step is run again, too. If it gives other bits, that is an error on all ranks.
 
         Raises:
-            UsageError: when no rule leaves steps out, or a second run could not give the same gradients: a
-                communication hook with a state, LBFGS, parameters of other optimizers.
+            UsageError: when no rule leaves steps out, ``capture`` lacks safetensors, or a second run could not give the
+                same gradients: a communication hook with a state, LBFGS, parameters of other optimizers.
 
         >>> from disthooks import SkipNonFinite, gradients
         >>> model = nn.Linear(2, 1)
@@ -179,11 +181,7 @@ class Gradients(Attachment):
         >>> watch.last_nonfinite["rerun"], watch.was_skipped
         ('repeats', True)
         """
-        if not self._may_skip:
-            raise UsageError("rerun(): no rule leaves steps out: add SkipNonFinite() or SkipSpike()")
-        if not self._config.restore_buffers:
-            raise UsageError("rerun(): a second run needs the buffers from before: leave out restore_buffers=False")
-        return self._rerun.wrap(function, probe)
+        return self._rerun.wrap(function, probe, capture, captures)
 
     def note_data(self, value: Any) -> None:
         """Note which data a micro-batch has: ids, rows, names of files. It is written if the step stands out.
@@ -206,9 +204,9 @@ class Gradients(Attachment):
         """Whether a configuration asks for :meth:`rerun`, so that an integration wraps the framework's own step."""
         return self._rerun.is_wanted
 
-    def want_rerun(self) -> None:
+    def want_rerun(self, capture: AnyPath | None = None) -> None:
         """A configuration asks for :meth:`rerun`; a warning comes if nothing is wrapped until the second step."""
-        self._rerun.is_wanted = True
+        self._rerun.is_wanted, self._rerun.folder = True, capture
 
     @property
     def asks_for_loss(self) -> bool:
@@ -269,7 +267,7 @@ class Gradients(Attachment):
         has_others = len(step.stepping) < len(step.optimizers)
         states = self._runner.copied_states() if step.is_early or self._rerun.is_used else ()
         run = functools.partial(self._runner.run, self.steps, is_measured, is_frequent, step.stepping, has_others)
-        result = self._rerun.judge(is_measured, run(), functools.partial(self._put_back, states), run)
+        result = self._rerun.judge(self.steps, is_measured, run(), functools.partial(self._put_back, states), run)
         self._begun = BegunStep(result, is_logged, is_measured, states)
         return result.skip()
 

@@ -83,7 +83,7 @@ class BuffersBefore:
     """
 
     def __init__(self, models: Iterable[nn.Module], called: Iterable[nn.Module], puts_back: bool = True) -> None:
-        self._puts_back, self._has_said = puts_back, False
+        self.puts_back, self._has_said = puts_back, False
         self._called = tuple(dict.fromkeys([*called, *models]))
         named = [(name, module) for model in models for name, module in model.named_modules()]
         self._buffers = [
@@ -97,7 +97,7 @@ class BuffersBefore:
 
     def attach(self) -> list[Removable]:
         begin = UncopiedHook(weak_method(self._begin_forward))
-        wanted = self._called if self._buffers and self._puts_back else ()
+        wanted = self._called if self._buffers and self.puts_back else ()
         return [module.register_forward_pre_hook(begin, prepend=True) for module in wanted]
 
     def treat(self, step: int, decision: torch.Tensor) -> list[tuple[torch.Tensor, Callable[[float], None]]]:
@@ -107,7 +107,7 @@ class BuffersBefore:
             A number on the device, and a function that is to be called with it when it has arrived.
         """
         say = functools.partial(self._say, step)
-        if self._puts_back:
+        if self.puts_back:
             self._put_back(decision)
             self._end_step()
             return []

@@ -35,12 +35,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import random
-import sys
+import importlib.util
+import os
+import pathlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -54,10 +55,13 @@ from disthooks.engines.step import Step, parameters_of
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
 from disthooks.grads.buffers import BuffersBefore
+from disthooks.grads.call_context import CallContext
+from disthooks.grads.capture import BadCallFinder, CallTaker, capture_folder
 from disthooks.grads.step import StepResult, StepRunner
 
 P = ParamSpec("P")
 T = TypeVar("T")
+AnyPath = str | os.PathLike[str]
 
 #: Why a step cannot be run again, as ranks tell each other by the place in this list.
 _REASONS = (
@@ -81,41 +85,6 @@ _REASONS = (
 _Bits = tuple[int, list[torch.Tensor], list[torch.Tensor]]
 
 
-class RandomStates(NamedTuple):
-    """The states of random number generators: torch's on the CPU and on a device, numpy's and Python's.
-
-    >>> before = RandomStates.now(torch.device("cpu"))
-    >>> drawn = torch.rand(3), random.random()
-    >>> before.put_back()
-    >>> bool((torch.rand(3) == drawn[0]).all()), random.random() == drawn[1]
-    (True, True)
-    """
-
-    cpu: torch.Tensor
-    on_device: tuple[Any, torch.device, torch.Tensor] | None
-    numpy: Any
-    python: Any
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomStates:
-        on_device = None
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            on_device = module, device, module.get_rng_state(device)
-        numpy = sys.modules.get("numpy")
-        own = None if numpy is None else numpy.random.get_state()
-        return cls(torch.get_rng_state(), on_device, own, random.getstate())
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.on_device is not None:
-            module, device, state = self.on_device
-            module.set_rng_state(state, device)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-        random.setstate(self.python)
-
-
 class _Call:
     """One call of the function, which can be made again. See [Note: what is put back]."""
 
@@ -123,23 +92,16 @@ class _Call:
         self._function, self._args, self._kwargs = function, args, kwargs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self._random = RandomStates.now(device)
-        kinds = dict.fromkeys(("cpu", device.type))
-        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self._flags = flags
+        self._context, self._flags = CallContext.now(device), flags
 
     @property
     def has_changed(self) -> bool:
         return any(tensor._version != version for tensor, version in self._versions)
 
     def make_again(self) -> Any:
-        self._random.put_back()
         for owner, name, value in self._flags:
             setattr(owner, name, value)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for kind, is_enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, is_enabled))
+        with self._context.entered():
             return self._function(*self._args, **self._kwargs)
 
 
@@ -149,6 +111,7 @@ class Rerun:
     Attributes:
         facts: what the records of steps say of second runs, by step.
         has_norm: whether the loop measured a norm of the first gradients, by which it would clip the second ones.
+        folder: where captures go; None if there are none.
         is_used: whether a function was wrapped.
         is_wanted: whether a configuration asks for it.
         is_again: whether the second run is under way.
@@ -160,6 +123,7 @@ class Rerun:
         self._group, self._device = runner.group, runner.device
         self._buffers, self._checksums = buffers, Checksums()
         self._should_probe, self._is_first = False, True
+        self.folder: AnyPath | None = None
         self.is_used = self.is_wanted = self.is_again = self._is_inside = False
         self.forget()
 
@@ -186,11 +150,15 @@ class Rerun:
         self.is_used = False
         self.forget()
 
-    def wrap(self, function: Callable[P, T], probe: bool) -> Callable[P, T]:
+    def wrap(self, function: Callable[P, T], probe: bool, folder: AnyPath | None, captures: int) -> Callable[P, T]:
         if not callable(function):
             raise UsageError(f"rerun() takes the function that makes the gradients of a micro-batch, not {function!r}")
         self._refuse_strangers()
+        folder = self.folder if folder is None else folder
+        if folder is not None and importlib.util.find_spec("safetensors") is None:
+            raise UsageError("rerun(capture=...) writes with the package safetensors: pip install 'disthooks[capture]'")
         self.is_used, self._should_probe = True, probe
+        self._captures, self.folder = captures, folder
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -199,6 +167,10 @@ class Rerun:
         return call
 
     def _refuse_strangers(self) -> None:
+        if not any(bound.rule.skips for bound in self._runner.plan.rules):
+            raise UsageError("rerun(): no rule leaves steps out: add SkipNonFinite() or SkipSpike()")
+        if not self._buffers.puts_back:
+            raise UsageError("rerun(): a second run needs the buffers from before: leave out restore_buffers=False")
         if kept := self._engine.keeps_gradients():
             raise UsageError(f"rerun(): {kept} keeps a part of each step's gradients, so a second run gives others")
         if any(isinstance(each, torch.optim.LBFGS) for each in self._step.optimizers):
@@ -275,6 +247,7 @@ class Rerun:
 
     def judge(
         self,
+        number: int,
         is_measured: bool,
         result: StepResult,
         put_back: Callable[[], None],
@@ -283,6 +256,7 @@ class Rerun:
         """Run the step again if ``result`` leaves it out, or to probe; the result that counts.
 
         Args:
+            number: of the step.
             is_measured: whether statistics were measured.
             result: of the first run.
             put_back: puts back what rules and hooks have noted of the step.
@@ -314,7 +288,6 @@ class Rerun:
         states = self._runner.copied_states()
         others = _OtherGradients(self._engine.optimizer_parameters(self._step), self._step.optimizers)
         put_back()
-        self._buffers.put_back_now()
         self._make_again()
         self._unscale_again()
         has_others = others.put_back()
@@ -333,7 +306,34 @@ class Rerun:
         if chosen is result:
             self._runner.restore_states(states)
         self._note(chosen, "refused" if has_others else kind, _REASONS[12] if has_others else "", ranks, began)
+        if kind == "repeats" and not has_others and self.folder is not None and self._captures > 0:
+            self._capture(number, pathlib.Path(self.folder), put_back)
         return chosen
+
+    def _capture(self, number: int, folder: pathlib.Path, put_back: Callable[[], None]) -> None:
+        """Make the calls again to find the module that made the step bad, and once more to write what it gets."""
+        states, rank = self._runner.copied_states(), self._engine.ranks[self._engine.position]
+        put_back()
+        with BadCallFinder(self._engine.models) as finder:
+            self._make_again()
+        found = self._tell([finder.found is not None])
+        writers = [r for r, row in zip(self._engine.ranks, found, strict=True) if row[0]][: self._captures]
+        self._captures -= max(len(writers), 1)
+        if not writers:
+            self._noted["rerun_why"] = "no module made it: the batch, a finite spike, or code outside of modules did"
+        else:
+            put_back()
+            call = finder.found if rank in writers else None
+            taker = None if call is None else CallTaker(self._engine.models, call, self._device)
+            with taker or contextlib.nullcontext():
+                self._make_again()
+            about = {"step": number, "rank": rank, "engine": self._engine.label}
+            told = self._tell([0 if taker is None else taker.write(folder, about)])
+            places = zip(self._engine.ranks, told, strict=True)
+            written = [str(capture_folder(folder, number, r, row[0])) for r, row in places if row[0]]
+            self._noted |= {"rerun_capture": written} if written else {}
+        self._runner.restore_states(states)
+        self._unscale_again()
 
     def _reason(self) -> str:
         """Why this rank cannot run the step again; "" if it can."""
@@ -356,8 +356,8 @@ class Rerun:
         return next((_REASONS[place] for place, is_so in checks if is_so), "")
 
     def _make_again(self) -> None:
-        now = RandomStates.now(self._device)
-        flags = self._sync_flags()
+        now, flags = CallContext.now(self._device), self._sync_flags()
+        self._buffers.put_back_now()
         self._engine.drop_gradients(self._had_gradients)
         self._returned, self.is_again, self._is_inside = [], True, True
         try:
@@ -365,7 +365,7 @@ class Rerun:
                 self._returned += _numbers(call.make_again())
         finally:
             self.is_again = self._is_inside = False
-            now.put_back()
+            now.put_back_random()
             for owner, name, value in flags:
                 setattr(owner, name, value)
 

@@ -302,7 +302,7 @@ def tiles(run: Run, wrong: Sequence[Culprit]) -> Iterator[dict[str, Any]]:
     skipped = [total for total in run.column("skipped_total") if total is not None]
     bad = nonfinite_entries(run)
     totals = [total for total in run.column("nonfinite_steps") if total is not None]
-    note = f"{max(skipped):.0f} steps skipped" if skipped else ""
+    note = f"skipped: {max(skipped):.0f}" if skipped else ""
     yield {"title": "Steps not finite", "figure": f"{max([len(bad), *map(int, totals)])}", "note": note}
     if run.began is not None and run.ended is not None and run.ended > run.began and run.steps[-1] > run.steps[0]:
         each = (run.ended - run.began) / (run.steps[-1] - run.steps[0])

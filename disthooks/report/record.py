@@ -130,6 +130,7 @@ class Record(dict[str, Any]):
     spike = _number("spike")
     rerun = _Field[str]("rerun", str, "")
     rerun_why = _Field[str]("rerun_why", str, "")
+    rerun_capture = _Field[Sequence[str]]("rerun_capture", list[str], ())
     rerun_ranks = _Field[Sequence[int]]("rerun_ranks", list[Rank], ())
     blame = _Field[Sequence[str]]("blame", list[str], ())
     replicas_differ = _number("replicas/differ")

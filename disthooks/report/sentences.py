@@ -77,8 +77,12 @@ def rerun_words(record: Record) -> str:
     if record.rerun == "transient":
         words = f"a rule left it out; run again, its gradients were good, with other bits{where}: the step was made."
         return words + (f" Test the device of{where.removeprefix(' on')} if it comes again." if where else "")
+    why = f", and {record.rerun_why}" if record.rerun_why else ""
+    captured = "".join(
+        f" Replay it: disthooks replay {each} --model MODULE:FUNCTION" for each in record.rerun_capture[:1]
+    )
     said = {
-        "repeats": "run again, it gave the same bits: the fault is in the data or in the program.",
+        "repeats": f"run again, it gave the same bits: the fault is in the data or in the program{why}.{captured}",
         "differs": f"run again, it gave other bits{where}, and no good step: the function is not deterministic.",
         "refused": f"it was not run again: {record.rerun_why}.",
     }

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import pathlib
 import random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from disthooks.report.replay import replay
 from tests.support.engines import flat, gathered, is_fsdp1, sharded, unsynced, whole
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import engine_of, weights_of
@@ -49,8 +55,8 @@ class Fault:
         return output * self.factor if is_on else None
 
 
-def make(engine: str) -> Any:
-    model = Noisy()
+def make(engine: str, model: nn.Module | None = None) -> Any:
+    model = Noisy() if model is None else model
     if engine == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if engine.startswith("fsdp1"):
@@ -137,6 +143,89 @@ def test_a_fault_that_repeats_is_skipped_as_without_a_second_run(ranks: Ranks, e
         assert_same(one, other)
     (record,) = found[0][2]
     assert (record["rerun"], record["skipped"], "rerun_ranks" in record) == ("repeats", 1.0, False)
+
+
+class Rooted(nn.Module):
+    """The input is weighted, and divided by its length, or its root is taken; zeros make NaN, forward or backward."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self.in_backward = in_backward
+        self.weight = nn.Parameter(torch.linspace(1, 2, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.weight * x
+        return x.abs().sqrt() if self.in_backward else x / x.norm()
+
+
+class Chain(nn.Module):
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.mid = nn.Sequential(Rooted(in_backward), nn.Dropout(0.1))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.embed(x)))
+
+
+def whole_weights(model: Any, engine: str) -> dict[str, torch.Tensor]:
+    """As :func:`weights`; of FSDP1 without touching gradients."""
+    if not is_fsdp1(model):
+        return weights(model, engine)
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def _captured(rank: int, engine: str, folder: str, in_backward: bool, bad: tuple[int, ...]) -> Any:
+    """Weights after a step that is bad on some ranks, the weights before it, and the record."""
+    model, records = make(engine, Chain(in_backward)), []
+    torch.manual_seed(rank)
+    is_zero = engine.startswith("zero")
+    optimizer = None if is_zero else torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[records.append], every=1) as watch:
+
+        def forward_backward(x: torch.Tensor) -> None:
+            loss = model(x).square().mean()
+            model.backward(loss) if is_zero else loss.backward()
+
+        call = watch.rerun(forward_backward, folder)
+        for step in range(3):
+            if step == 2:
+                before = whole_weights(model, engine)
+            for micro in range(2):
+                is_bad = step == 2 and micro == 1 and rank in bad
+                with unsynced(model, not is_zero and micro == 0):
+                    call(torch.randn(4, 6) * (not is_bad))
+                if is_zero:
+                    model.step()
+            if not is_zero:
+                optimizer.step()
+                optimizer.zero_grad()
+    return before, [each for each in records if "rerun" in each]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_call_that_made_it_is_captured(
+    ranks: Ranks, engine: str, in_backward: bool, tmp_path: pathlib.Path
+) -> None:
+    """The weights of the capture are whole, and it is replayed in one process; two ranks may write at once."""
+    bad = (0, 1) if engine in ("ddp", "fsdp2") and in_backward else (1,)
+    before, records = ranks(_captured, engine, str(tmp_path), in_backward, bad)[0]
+    (record,) = records
+    assert (record["rerun"], record["skipped"]) == ("repeats", 1.0)
+    assert record["rerun_capture"] == [str(tmp_path / f"step-2.rank-{rank}") for rank in bad]
+    assert sorted(os.listdir(tmp_path)) == [f"step-2.rank-{rank}" for rank in bad]
+    for folder in record["rerun_capture"]:
+        tensors = load_file(pathlib.Path(folder) / "tensors.safetensors")
+        (wanted,) = [each for name, each in before.items() if name.endswith("mid.0.weight")]
+        assert torch.equal(tensors["state.weight"], wanted)
+        assert torch.equal(tensors["input.0"], torch.zeros(4, 6))
+        found = replay(folder, functools.partial(Chain, in_backward))
+        assert found.where.partition(": ")[2] == f"mid.0 (Rooted), call 1{', in backward' if in_backward else ''}"
+        assert (found.operator.name, found.operator.node) == ("aten.div.Tensor", "SqrtBackward0" if in_backward else "")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])

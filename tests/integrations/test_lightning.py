@@ -399,21 +399,24 @@ def test_a_budget_counts_if_lightning_calls_training_step_alone(kind: str, tmp_p
 def test_a_step_of_lightning_is_run_again(tmp_path: pathlib.Path, accumulate: int) -> None:
     """A NaN in an output once, in the third step: the weights are those of a fit without it."""
     weights = []
-    for is_faulty in (False, True):
-        model, calls, log = Lit(), [0], tmp_path / f"{is_faulty}.jsonl"
-        bad = 4 * accumulate  # the calls of two steps and of the probe come before it
+    for times in (0, 1, 4):  # how often it is there: in the step, in the second run, and in the two that capture
+        model, calls, log = Lit(), [0], tmp_path / f"{times}.jsonl"
+        bad = [(4 + time) * accumulate for time in range(times)]  # the calls of two steps and of the probe come before
 
-        def spoil(module: Any, args: Any, output: Any, calls: Any = calls, bad: int = bad * is_faulty) -> Any:
+        def spoil(module: Any, args: Any, output: Any, calls: Any = calls, bad: Any = bad) -> Any:
             calls[0] += torch.is_grad_enabled()
-            return output * math.nan if torch.is_grad_enabled() and calls[0] == bad else output
+            return output * math.nan if torch.is_grad_enabled() and calls[0] in bad else output
 
         model.net[1].register_forward_hook(spoil)
         watch = {"every": 1, "rules": [{"kind": "SkipNonFinite"}], "stats": [{"kind": "Norm"}], "rerun": True}
+        watch |= {"capture": str(tmp_path / "captures")} if times > 1 else {}
         hooks = {"watch": watch | {"sinks": [{"kind": "Jsonl", "path": str(log)}]}}
         trainer = fit(model, [DisthooksCallback(hooks)], max_steps=4, accumulate_grad_batches=accumulate)
         assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
         weights.append(_weights(trainer))
         said = [each for each in map(json.loads, log.read_text().splitlines()) if "rerun" in each]
-        wanted = [(2, "transient", accumulate)] if is_faulty else []
+        wanted = [(2, "transient" if times == 1 else "repeats", accumulate)] if times else []
         assert [(each["step"], each["rerun"], each["rerun_calls"]) for each in said] == wanted
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    (folder,) = said[0]["rerun_capture"]
+    assert json.loads((pathlib.Path(folder) / "capture.json").read_text())["module"] == "net.1"
+    assert all(torch.equal(a, b) for a, b in zip(*weights[:2], strict=True))

@@ -393,10 +393,8 @@ def test_a_budget_is_in_the_log_in_the_report_and_in_one_line(
 def test_a_step_of_the_trainer_is_run_again(tmp_path: pathlib.Path, often: bool) -> None:
     """A NaN in an output of one layer: once, so that the step is made; or in both runs, so that it is left out."""
     weights = []
-    for bad in (
-        (),
-        (7, 9) if often else (7,),
-    ):  # calls 1 to 4 are of two steps, 5 and 6 of the probe, 9 of a second run
+    # Calls 1 to 4 are of two steps, 5 and 6 of the probe; 9 is of a second run, 11 and 13 of those that capture.
+    for bad in ((), (7, 9, 11, 13) if often else (7,)):
         model, calls, log = llama(), [0], tmp_path / f"{len(bad)}.jsonl"
 
         def spoil(module: Any, args: Any, output: Any, calls: Any = calls, bad: Any = bad) -> Any:
@@ -405,7 +403,7 @@ def test_a_step_of_the_trainer_is_run_again(tmp_path: pathlib.Path, often: bool)
 
         model.model.norm.register_forward_hook(spoil)
         hooks = config(rules=[{"kind": "SkipNonFinite"}], save=(), sinks=[{"kind": "Jsonl", "path": str(log)}])
-        hooks["watch"]["rerun"] = True
+        hooks["watch"] |= {"capture": str(tmp_path / "captures")} if often else {"rerun": True}
         made = trainer(tmp_path, [DisthooksCallback(hooks)], model, gradient_accumulation_steps=2)
         made.train()
         assert "training_step" not in vars(made)
@@ -413,4 +411,8 @@ def test_a_step_of_the_trainer_is_run_again(tmp_path: pathlib.Path, often: bool)
         said = [each for each in map(json.loads, log.read_text().splitlines()) if "rerun" in each]
         wanted = [(2, "repeats" if often else "transient", 2)] if bad else []
         assert [(each["step"], each["rerun"], each["rerun_calls"]) for each in said] == wanted
+        if often and bad:
+            (folder,) = said[0]["rerun_capture"]
+            facts = json.loads((pathlib.Path(folder) / "capture.json").read_text())
+            assert (facts["module"], facts["in_backward"], facts["left_out"]) == ("model.norm", False, [])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)) != often

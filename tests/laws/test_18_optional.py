@@ -119,6 +119,7 @@ MAY = {
     "typer": ("run",),
     "rich": ("run",),
     "pytest": ("testing.py",),
+    "safetensors": ("grads/capture.py", "report/replay.py"),
 }
 
 

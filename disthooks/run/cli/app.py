@@ -19,6 +19,7 @@ from disthooks.run.cli.check import check
 from disthooks.run.cli.diff import diff
 from disthooks.run.cli.explain import explain
 from disthooks.run.cli.output import line
+from disthooks.run.cli.replay import replay
 from disthooks.run.cli.report import report
 from disthooks.run.cli.watch import watch
 
@@ -66,7 +67,7 @@ def _whole(
         raise typer.Exit(2)
 
 
-for _command in (check, explain, report, watch, diff):
+for _command in (check, explain, report, watch, diff, replay):
     app.command(context_settings=_HELP)(_with_short_errors(_command))
 
 # Typer has its own copy of click since 0.16 and does not export it, so the base class of its errors is taken from one
