@@ -42,7 +42,7 @@ from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
 from disthooks.saved.counters import ModuleCounts
 from disthooks.saved.packed import Decision, Handle, Packed, Place, SavedTensor
-from disthooks.saved.stores.base import Store
+from disthooks.saved.stores.base import MovingTicket, Store
 from disthooks.saved.stores.host import memory_of
 from disthooks.saved.when_to_hook import refuse_capture
 
@@ -437,7 +437,7 @@ class StoredContent(Packed):
         # If nothing changes a tensor on its way, `decide` has asked this already.
         if (self._codecs or not self.may_stay) and not store.leaves_memory(part):
             return 0
-        if store.is_asynchronous and not store.has_left(ticket, functools.partial(self.counts.count_moved, nbytes)):
+        if isinstance(ticket, MovingTicket) and not ticket.has_left(functools.partial(self.counts.count_moved, nbytes)):
             return 0
         return nbytes
 
@@ -484,9 +484,9 @@ class StoredContent(Packed):
             rest = [store.get(ticket) for ticket, _ in stored.more] if stored.more else []
         except StoreError as error:
             raise _with_module(error, "to bring back what", self.module_name) from error
-        if store.is_asynchronous:
-            copied = store.pop_transfer_seconds(stored.first)
-            copied += sum(store.pop_transfer_seconds(ticket) for ticket, _ in stored.more)
+        for ticket in (stored.first, *(ticket for ticket, _ in stored.more)):
+            if isinstance(ticket, MovingTicket):
+                copied += ticket.pop_transfer_seconds()
         self.counts.count_got(stored.nbytes, time.perf_counter() - begin, copied)
         if self._codecs:
             begin, tensors = time.perf_counter(), [content, *rest]

@@ -17,6 +17,7 @@ from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, given, gradient
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import device_bytes
 from tests.support.stores.moving import Gate, alone, shut  # noqa: F401
 
 
@@ -112,9 +113,9 @@ def test_what_is_on_the_device_is_handed_back_itself(tmp_path: pathlib.Path, dev
     with simulated.held(link._out):
         ticket = store.put(tensor)
         assert store.get(ticket).data_ptr() == tensor.data_ptr()
-        assert store.device_bytes() == tensor.nbytes
+        assert device_bytes(store) == tensor.nbytes
     store.wait()
-    assert store.device_bytes() == 0
+    assert device_bytes(store) == 0
     store.drop(ticket)
     assert clean(store)
 

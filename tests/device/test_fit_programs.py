@@ -15,6 +15,7 @@ from disthooks.errors import UsageError
 from disthooks.saved.fit import Fitted
 from tests.device.test_fit import Decoder
 from tests.support.sim import simulated
+from tests.support.stores.inside import device_bytes
 
 STEPS = 6
 MOVED, RECOMPUTED = (dh.OnCpu(),), (dh.Recompute(), dh.OnCpu())
@@ -239,7 +240,7 @@ def test_copies_that_are_under_way_when_another_model_starts_do_not_count_as_mem
     run, store, under_way = Training(sim), dh.OnCpu(), []
 
     def look(*_: object) -> None:
-        under_way.append(store.device_bytes(sim))
+        under_way.append(device_bytes(store, sim))
         assert second._round is not None
         assert second._round.begin == torch.accelerator.memory_allocated(sim) - under_way[-1]
 

@@ -20,6 +20,7 @@ from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
+from tests.support.stores.inside import device_bytes, in_host
 
 KIB, MiB = 1 << 10, 1 << 20
 
@@ -152,7 +153,7 @@ def test_small_ones_that_came_back_with_another_one_count_and_make_room(device: 
     for first in (0, 1, 2, 3):
         for number in range(first, 512, 4):  # four tensors share a copy
             assert float(store.get(tickets[number])[7]) == number
-        assert 0 < store.device_bytes(device) <= 1 << 20
+        assert 0 < device_bytes(store, device) <= 1 << 20
         torch.accelerator.synchronize()
         assert torch.accelerator.memory_allocated(device) - before <= 1 << 20
     for ticket in tickets:
@@ -179,7 +180,7 @@ def test_small_ones_of_all_kinds(device: torch.device) -> None:
             back = store.get(ticket)
             assert (back.dtype, back.device, back.shape) == (value.dtype, value.device, value.shape)
             assert torch.equal(back.cpu(), value.cpu())
-            assert torch.equal(store.peek(ticket), value.cpu()) or not waited
+            assert torch.equal(in_host(store, ticket), value.cpu()) or not waited
         store.wait()
         torch.accelerator.synchronize(device)
     for ticket in tickets:

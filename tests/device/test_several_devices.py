@@ -16,6 +16,7 @@ from disthooks.errors import StoreError
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import device_bytes
 from tests.support.threads import together
 
 N = 256 << 10  # bytes of a tensor, which is too large to share a copy
@@ -37,7 +38,7 @@ def below(kind: str, folder: pathlib.Path) -> list[Any]:
 def on_device(tiers: dh.Tiered, device: torch.device) -> int:
     """Bytes that all stores of ``tiers`` hold on ``device``, in flight too."""
     held = tiers.stores[0].budget.of(device).held
-    return held + sum(store.device_bytes(device) for store in tiers.stores[1:])
+    return held + device_bytes(tiers, device)
 
 
 def is_empty(tiers: dh.Tiered) -> bool:

@@ -18,6 +18,7 @@ from disthooks.saved import contents
 from disthooks.saved.pipeline import pipeline
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, is_clean, only_simulated
+from tests.support.stores.inside import in_host, limit_device
 
 N = 50_000
 TIME = 0.05  # seconds in which what does not wait would be done
@@ -59,14 +60,14 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
         assert ticket.entry in store.open().offload(device)._staying
         thread, found = None, []
         if how == "room":
-            store.set_device_limit(0)
+            limit_device(store, 0)
         else:
-            thread, found = beside(lambda: store.peek(ticket))
+            thread, found = beside(lambda: in_host(store, ticket))
         time.sleep(TIME)
     if thread is not None:
         thread.join()
         assert torch.equal(found[0], x.cpu())
-    assert torch.equal(store.peek(ticket), x.cpu())
+    assert torch.equal(in_host(store, ticket), x.cpu())
     store.drop(ticket)
     assert is_clean(store, device)
 

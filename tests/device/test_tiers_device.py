@@ -15,6 +15,7 @@ from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import device_bytes
 
 
 def down(folder: pathlib.Path, kind: str) -> list[object]:
@@ -25,7 +26,7 @@ def down(folder: pathlib.Path, kind: str) -> list[object]:
 
 def counted_on_device(tiers: Tiered) -> int:
     """Bytes that all tiers hold on the device, in flight too."""
-    return tiers.stores[0].budget.held + sum(store.device_bytes() for store in tiers.stores[1:])
+    return tiers.stores[0].budget.held + device_bytes(tiers)
 
 
 def nothing_left(tiers: Tiered) -> bool:
@@ -149,3 +150,48 @@ def test_moved_are_the_bytes_that_left_the_device(limit: int | str, device: torc
     assert report.moved == sum(site.moved for site in report.sites.values())
     assert (report.moved == 0) == (limit == "1 GiB")
     assert (report.moved == report.stored) == (limit == 0)
+
+
+def test_in_flight_holds_below_a_tier(device: torch.device) -> None:
+    """``OnCpu`` has at most its own bytes on the device, also where the device's limit leaves more; all come ahead."""
+    n, count = 512 << 10, 24
+    host = dh.OnCpu(in_flight=3 * n)
+    tiers = dh.Tiered(dh.OnDevice(16 * n), host)
+    ahead = 0
+    for _ in range(3):
+        tickets = []
+        for i in range(count):
+            tickets.append(tiers.put(torch.full((n // 4,), float(i)).to(device)))
+            assert device_bytes(host) <= 3 * n
+        tiers.wait()
+        before = host.report()[0].ahead
+        for i in reversed(range(count)):
+            assert torch.equal(tiers.get(tickets[i]).cpu(), torch.full((n // 4,), float(i)))
+            tiers.drop(tickets.pop())
+            assert device_bytes(host) <= 3 * n
+        ahead = host.report()[0].ahead - before
+    assert ahead == 8 * n  # all that had left
+    assert nothing_left(tiers)
+
+
+def test_a_store_in_a_tier_still_looks_ahead_by_itself(device: torch.device) -> None:
+    """One ``OnCpu`` for a block of its own and below a device's limit, by turns."""
+    x = torch.randn(20_000).to(device).requires_grad_()
+    host = dh.OnCpu(in_flight=4 * x.nbytes)
+    tiers = dh.Tiered(dh.OnDevice(4 * x.nbytes), host)
+    ahead = []
+    for _ in range(3):
+        for store in (host, host, tiers):
+            before = host.report()[0].ahead
+            with dh.saving(store, at_least=0):
+                y = chain(x, 30)
+            y.backward()
+            del y
+            gc.collect()
+        ahead.append(host.report()[0].ahead - before)
+        assert host.open().offload(device).most == 4 * x.nbytes
+    with dh.saving(host, at_least=0):
+        y = chain(x, 30)
+    before = host.report()[0].ahead
+    y.backward()
+    assert host.report()[0].ahead - before > 10 * x.nbytes

@@ -20,6 +20,7 @@ import disthooks as dh
 from disthooks.saved.stores.base import Store
 from tests.support import is_ours
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import device_bytes
 
 NUMBERS = 32 * 1024  # of float32 in each tensor, 128 KiB
 TRIALS = 60
@@ -123,7 +124,7 @@ def trials(kind: str, device: torch.device, small: bool) -> None:
         store.wait()
         held = [report.held for report in store.report()]
         assert held == [0] * len(held), f"after an interrupt at moment {at} of {counted.count}"
-        assert soon(lambda store=store: store.device_bytes() == 0)  # copies of dropped tensors end by themselves
+        assert soon(lambda store=store: device_bytes(store) == 0)  # copies of dropped tensors end by themselves
     assert interrupted >= TRIALS // 2  # the others were in destructors
 
 
@@ -155,7 +156,7 @@ def test_a_read_that_was_interrupted_is_made_again(device: torch.device, quiet: 
             pass
         assert torch.equal(store.get(ticket).cpu(), value)
         store.drop(ticket)
-        assert soon(lambda store=store: store.device_bytes() == 0)
+        assert soon(lambda store=store: device_bytes(store) == 0)
         if counted.count < at:
             break
     assert at > 20

@@ -14,12 +14,12 @@ A :class:`PlannedStore` stands for one place behind the device: host memory, a f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from disthooks._tensors import parse_bytes, resident
-from disthooks.saved.stores.base import ByteBudget, Counted, Functions, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Counted, Functions, Store, StoreReport, Tier
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
 from disthooks.saved.stores.host import PAGE
@@ -84,7 +84,7 @@ class _Entry(Counted):
         self._store.forget(self)
 
 
-class PlannedStore(Store):
+class PlannedStore(Tier):
     """One place behind the device: it counts the bytes of the tensors that are put, and lets go of their memory."""
 
     def __init__(self, spec: Store, is_accelerator: bool) -> None:
@@ -99,7 +99,7 @@ class PlannedStore(Store):
             self.place, limit, grain, flying = "disk", spec.limit, PAGE, parse_bytes(spec.in_flight)
             owner = f"OnDisk({spec.directory!r})"
         self.budget = ByteBudget(limit, owner, grain)
-        self.takes_plans: bool = spec.takes_plans  # type: ignore[misc]  # that of the class is for real stores
+        self.takes_plans: bool = isinstance(spec, OnCpu)  # type: ignore[misc]  # that of the class is for real stores
         self._in_flight = self._limit = flying
         self._flying: dict[_Entry, None] = {}  # whose tensors are in memory; the oldest first
         self._tape: list[_Entry | None] = []  # in the order of puts; None for those that were dropped
@@ -159,6 +159,9 @@ class PlannedStore(Store):
     def device_bytes(self, device: torch.device | None = None) -> int:
         return self.bytes_in_flight
 
+    def device_room(self, device: torch.device) -> int:
+        return self._limit - self.bytes_in_flight if self._is_accelerator else super().device_room(device)
+
     def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
         self._limit = min(nbytes, self._in_flight)
         self._make_room()
@@ -211,25 +214,19 @@ class PlannedTiers(OpenTiered):
 
     def __init__(self, stores: tuple[Store, ...], name: str, is_accelerator: bool) -> None:
         super().__init__(stores, name)
-        self._is_accelerator = is_accelerator
+        self._is_on_accelerator = is_accelerator
 
-    def _is_ahead(self, placed: Placed) -> bool:
-        return self._is_accelerator
-
-    def _room(self, device: torch.device) -> int:
-        below = sum(store.device_bytes(device) for store in self._below()) if self._is_accelerator else 0
-        return super()._room(device) - below if self._nearest(device) is not None else 0
+    def _is_accelerator(self, device: torch.device) -> bool:
+        return self._is_on_accelerator
 
     def _move_down(self, placed: Placed, nbytes: int) -> bool:
-        if self._is_accelerator:
+        if self._is_on_accelerator:
             self._leave_room(placed.device, nbytes - placed.nbytes)
         return super()._move_down(placed, nbytes)
 
 
 class WatchedStore(Store):
     """The store of a pipeline in a prediction. It tells :class:`PlacedBytes` of each put and read."""
-
-    is_asynchronous: ClassVar[bool] = True
 
     def __init__(self, spec: Store, works: Store, placed: PlacedBytes, is_accelerator: bool) -> None:
         self._spec, self._works, self._placed, self.is_accelerator = spec, works, placed, is_accelerator
@@ -256,11 +253,8 @@ class WatchedStore(Store):
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
         works = self._works
         if isinstance(works, PlannedTiers):
-            return any(store.leaves_memory(tensor) for store in works.stores)
+            return any(store.leaves_memory(tensor) for store in works.specs)
         return works.leaves_memory(tensor)
-
-    def has_left(self, ticket: Any, later: Callable[[], object]) -> bool:
-        return self._works.has_left(ticket, later)
 
 
 class PlannedStores:
@@ -278,7 +272,7 @@ class PlannedStores:
     def begin_step(self) -> None:
         """Count the bytes that go through the stores from here on. What they hold and have learnt stays."""
         for _, made in self._made.values():
-            for store in made.stores if isinstance(made, PlannedTiers) else (made,):
+            for store in made.specs if isinstance(made, PlannedTiers) else (made,):
                 if isinstance(store, PlannedStore):
                     store.begin_step()
                 elif isinstance(store, OnDevice):

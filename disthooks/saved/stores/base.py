@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -170,16 +171,10 @@ class Store(ABC):
     Attributes:
         min_bytes: tensors with fewer bytes stay where they are, unless ``at_least`` says another limit.
         can_be_tier: whether a ``Tiered`` takes it.
-        takes_plans: whether a ``Tiered`` tells it by plan which tensors to bring nearer (``prefetch``); a store that
-            reads ahead by itself does not need that.
-        is_asynchronous: whether it moves tensors beside the computation: ``has_left`` and ``pop_transfer_seconds`` are
-            asked.
     """
 
     min_bytes: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
     can_be_tier: ClassVar[bool] = True
-    takes_plans: ClassVar[bool] = False
-    is_asynchronous: ClassVar[bool] = False
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> Any:
@@ -210,38 +205,6 @@ class Store(ABC):
         """A contiguous copy of ``tensor`` for :meth:`put`. Nothing else uses it, so the store may hold it as it is."""
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    def peek(self, ticket: Any) -> torch.Tensor | None:
-        """The tensor if it is still in memory, so that another store can take it without a read; None otherwise."""
-        return None
-
-    def put_away(self, tensor: torch.Tensor) -> Any:
-        """Like :meth:`put`, for a tensor that shall leave its device now, even if backward reads it soon."""
-        return self.put(tensor)
-
-    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
-        """Like :meth:`put`, for a tensor in host memory that another store has copied from the device of ``stream``."""
-        return self.put(tensor.to(stream.device))
-
-    def device_bytes(self, device: torch.device | None = None) -> int:
-        """Bytes of tensors that belong elsewhere: not copied yet, or brought back early.
-
-        Args:
-            device: the accelerator that they are on; None for all of them.
-        """
-        return 0
-
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:  # noqa: B027
-        """Keep :meth:`device_bytes` of ``device`` at or below ``nbytes`` from now on, if the host need not wait for it.
-
-        Args:
-            nbytes: bytes.
-            device: an accelerator; None for each of them.
-        """
-
-    def pop_transfer_seconds(self, ticket: Any) -> float:
-        """Seconds for which the tensor was moved beside the computation since the last call; 0 if that is not known."""
-        return 0.0
-
     def prefetch(self, ticket: Any) -> None:  # noqa: B027
         """Prepare for :meth:`get`, which will be called soon. By default this does nothing."""
 
@@ -262,10 +225,63 @@ class Store(ABC):
         """Whether ``put`` takes ``tensor`` out of the memory that it is in."""
         return True
 
-    def has_left(self, ticket: Any, later: Callable[[], object]) -> bool:
-        """Whether a tensor has left the memory that it was in; if not, ``later`` is called when it does.
 
-        This is asked right after ``put``, where :meth:`leaves_memory` is true, if the store is asynchronous.
+class Tier(Store):
+    """What ``Tiered`` asks of its stores beside the methods of :class:`Store`; a user's store needs none of this.
+
+    Attributes:
+        takes_plans: whether it is told by plan which tensors to bring nearer (``prefetch``); a store that reads ahead
+            by itself does not need that.
+    """
+
+    takes_plans: ClassVar[bool] = False
+
+    def peek(self, ticket: Any) -> torch.Tensor | None:
+        """The tensor if it is still in memory, so that another store can take it without a read; None otherwise."""
+        return None
+
+    def put_away(self, tensor: torch.Tensor) -> Any:
+        """Like :meth:`put`, for a tensor that shall leave its device now, even if backward reads it soon."""
+        return self.put(tensor)
+
+    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
+        """Like :meth:`put`, for a tensor in host memory that another store has copied from the device of ``stream``."""
+        return self.put(tensor.to(stream.device))
+
+    def device_bytes(self, device: torch.device | None = None) -> int:
+        """Bytes of tensors that belong elsewhere: not copied yet, or brought back early.
+
+        Args:
+            device: the accelerator that they are on; None for all of them.
+        """
+        return 0
+
+    def device_room(self, device: torch.device) -> int:
+        """Bytes that :meth:`prefetch` may bring to ``device`` now."""
+        return sys.maxsize
+
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
+        """Keep :meth:`device_bytes` of ``device`` at or below ``nbytes`` from now on, if the host need not wait for it.
+
+        Args:
+            nbytes: bytes.
+            device: an accelerator; None for each of them.
+        """
+
+
+class MovingTicket:
+    """A ticket of a store that moves tensors beside the computation."""
+
+    __slots__ = ()
+
+    def pop_transfer_seconds(self) -> float:
+        """Seconds for which the tensor was moved beside the computation since the last call."""
+        return 0.0
+
+    def has_left(self, later: Callable[[], object]) -> bool:
+        """Whether the tensor has left the memory that it was in; if not, ``later`` is called when it does.
+
+        This is asked right after ``put``, where :meth:`Store.leaves_memory` is true.
         """
         return True
 
@@ -290,8 +306,6 @@ class StoreSpec(Store, Generic[Opened]):
     All attachments that use the same object share what it opens, and a forked process opens it anew. What is opened
     lives as long as the spec or a ticket. Each ticket has a ``drop()`` that a destructor may call.
     """
-
-    is_asynchronous: ClassVar[bool] = True
 
     def open(self) -> Opened:
         """The store that does the work in this process, opened at the first call."""
@@ -323,17 +337,17 @@ class StoreSpec(Store, Generic[Opened]):
     def report(self) -> tuple[StoreReport, ...]:
         return self.open().report()
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.open().own(tensor)
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def call(self: StoreSpec[Any], *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.open(), name)(*args, **kwargs)
+    def prefetch(self, ticket: Any) -> None:
+        self.open().prefetch(ticket)
 
-    return call
+    def wait(self) -> None:
+        self.open().wait()
 
-
-_FORWARDED = ("own", "peek", "put_away", "put_from_host", "has_left", "device_bytes", "set_device_limit", "prefetch")
-for _name in (*_FORWARDED, "pop_transfer_seconds", "wait", "release_idle"):
-    setattr(StoreSpec, _name, _forwarded(_name))
+    def release_idle(self) -> None:
+        self.open().release_idle()
 
 
 @dataclass(frozen=True)

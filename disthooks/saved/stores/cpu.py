@@ -13,7 +13,7 @@ from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Counted, Store, StoreReport, StoreSpec
+from disthooks.saved.stores.base import ByteBudget, Counted, StoreReport, StoreSpec, Tier
 from disthooks.saved.stores.offload import Offload, Offloaded
 
 
@@ -44,8 +44,10 @@ class _Sent:
         self.drop()
 
 
-class OpenOnCpu(Store):
+class OpenOnCpu(Tier):
     """An :class:`OnCpu` at work: the bytes under its limit, and an offload for each device."""
+
+    takes_plans: ClassVar[bool] = True
 
     def __init__(self, budget: ByteBudget, in_flight: int, pin: bool) -> None:
         self.budget, self._in_flight, self._pin = budget, in_flight, pin
@@ -110,6 +112,9 @@ class OpenOnCpu(Store):
     def device_bytes(self, device: torch.device | None = None) -> int:
         """Bytes of saved tensors on ``device``, or on all devices: those that ``in_flight`` limits."""
         return sum(offload.device_bytes for offload in self._of(device))
+
+    def device_room(self, device: torch.device) -> int:
+        return min((offload.device_room for offload in self._of(device)), default=super().device_room(device))
 
     def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
         for offload in self._of(device):
@@ -203,7 +208,6 @@ class OnCpu(StoreSpec["OpenOnCpu"]):
     True
     """
 
-    takes_plans: ClassVar[bool] = True
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)
     in_flight: int | str = field(default="512 MiB", kw_only=True)

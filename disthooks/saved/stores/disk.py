@@ -15,7 +15,7 @@ from disthooks._streams import stream_of
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Store, StoreReport, StoreSpec, opening
+from disthooks.saved.stores.base import ByteBudget, MovingTicket, StoreReport, StoreSpec, Tier, opening
 from disthooks.saved.stores.file_worker import FileWorker
 from disthooks.saved.stores.host import PAGE
 from disthooks.saved.stores.scratch_file import file_in
@@ -38,7 +38,7 @@ def _runtime(store: OnDisk) -> FileWorker:
         return found
 
 
-class Ticket:
+class Ticket(MovingTicket):
     """An entry of a tape with its budget. Its destructor drops it: after Ctrl-C its owner may never have got it.
 
     Attributes:
@@ -67,12 +67,17 @@ class Ticket:
             self.runtime.drop(entry)
             group.ahead.pop(entry, None)
 
+    def pop_transfer_seconds(self) -> float:
+        """Seconds for which the tensor was written and read, since the last call."""
+        seconds, self.entry.seconds = self.entry.seconds, 0.0
+        return seconds
+
     @uncompiled()
     def __del__(self) -> None:
         self.drop()
 
 
-class OpenOnDisk(Store):
+class OpenOnDisk(Tier):
     """An :class:`OnDisk` at work: the runtime of its directory, and the bytes under its limit."""
 
     def __init__(self, worker: FileWorker, budget: ByteBudget, directory: str) -> None:
@@ -125,11 +130,6 @@ class OpenOnDisk(Store):
 
     def peek(self, ticket: Ticket) -> torch.Tensor | None:
         return ticket.runtime.peek(ticket.entry)
-
-    def pop_transfer_seconds(self, ticket: Ticket) -> float:
-        """Seconds for which the tensor was written and read, since the last call."""
-        seconds, ticket.entry.seconds = ticket.entry.seconds, 0.0
-        return seconds
 
     def prefetch(self, ticket: Ticket) -> None:
         ticket.runtime.prefetch(ticket.entry)

@@ -169,7 +169,8 @@ class Offload(Shared[Offloaded]):
     def __init__(self, device: torch.device, most: int, pin: bool, budget: ByteBudget) -> None:
         super().__init__()
         self.device, self.most, self.budget = device, most, budget
-        self._is_governed = False  # whether a ``Tiered`` sets ``most`` and says what comes back early
+        self._in_flight = most  # ``most``, unless tensors of a ``Tiered`` are there, which may leave less
+        self._of_tiers: set[Offloaded] = set()  # those: their ``Tiered`` says which of them come back early
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
@@ -196,8 +197,8 @@ class Offload(Shared[Offloaded]):
     def put(self, entry: Offloaded, may_stay: bool = True) -> None:
         """Send the tensor of ``entry`` to the host, join it with others, or keep it if backward reads it soon.
 
-        With ``may_stay=False`` it is not kept. A copy begins when the work that is queued on the current stream now is
-        done.
+        With ``may_stay=False`` it is a tensor of a ``Tiered``, and not kept. A copy begins when the work that is queued
+        on the current stream now is done.
 
         Raises:
             OSError: if there is no host memory for the tensor, or for another one that has to make room for it.
@@ -206,6 +207,8 @@ class Offload(Shared[Offloaded]):
             self._apply_releases()
             entry.order.put(entry)
             self._alive.add(entry)
+            if not may_stay:
+                self._of_tiers.add(entry)
             if not entry.nbytes:
                 return
             entry.counted = entry.nbytes
@@ -236,7 +239,7 @@ class Offload(Shared[Offloaded]):
             found = self._found(entry)
             if came is not None:
                 entry.order.mark(entry, came, event_on(current_stream(self.device), timed=True))
-            if not self._is_governed:
+            if entry not in self._of_tiers:
                 self._look_ahead(entry)
             return found
 
@@ -308,14 +311,21 @@ class Offload(Shared[Offloaded]):
             self._apply_releases()
             return self._on_device
 
+    @property
+    def device_room(self) -> int:
+        """Bytes that may be brought back now."""
+        with self._lock:
+            self._apply_releases()
+            return self.most - self._on_device
+
     def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on the device, in place of ``in_flight``.
+        """Hold at most ``nbytes`` on the device, and at most ``in_flight``, while a ``Tiered`` has tensors here.
 
         If copies are still under way, the computation on the device waits for them; the host does not.
         """
         with self._lock:
             self._apply_releases()
-            self.most, self._is_governed = nbytes, True
+            self.most = min(nbytes, self._in_flight)
             while self._on_device > self.most and self._relieve(None):
                 pass
 
@@ -403,11 +413,14 @@ class Offload(Shared[Offloaded]):
             self._bytes = sum(transfer.nbytes for transfer in self._flying)
         if not (self._coming or self._cached):
             self._back_bytes = 0
+        if not self._of_tiers:
+            self.most = self._in_flight
 
     def _apply_release(self, release: Offloaded) -> None:
         entry, transfer = release, release.transfer
         entry.order.drop(entry)
         self._alive.discard(entry)
+        self._of_tiers.discard(entry)
         self._staying.pop(entry, None)
         self._bytes -= entry.counted
         self.never_written += entry.counted

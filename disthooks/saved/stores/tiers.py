@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from disthooks._registry import register
 from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec
+from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec, Tier
 from disthooks.saved.stores.turns import NoRoom, Placed, Turns, comparing
 
 
@@ -31,7 +31,7 @@ class _There(Counted):
         self.tensor, self.stream = tensor, stream_of(tensor)
 
 
-class OpenOnDevice(Store):
+class OpenOnDevice(Tier):
     """An :class:`OnDevice` at work: the bytes on each device under its limit.
 
     Attributes:
@@ -42,7 +42,7 @@ class OpenOnDevice(Store):
     def __init__(self, budget: DeviceBudgets) -> None:
         self.budget = budget
         self._read = 0  # no lock: an update that another thread overwrites only makes the figure inexact
-        self.below: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+        self.below: weakref.WeakValueDictionary[int, Tier] = weakref.WeakValueDictionary()
 
     def put(self, tensor: torch.Tensor) -> _There:
         nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
@@ -172,22 +172,33 @@ class OpenTiered(Store):
     """A :class:`Tiered` at work: which tensor is in which tier, and the order in which backward reads them.
 
     Attributes:
+        specs: the stores, as the user gave them.
+        stores: these at work in this process.
         largest: bytes of the largest tensor of each device that was put without a plan so far.
         most: the most bytes of each accelerator that were in use under the limit of the first tier since ``most`` was
             cleared, those on their way to the tiers below included.
     """
 
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
-        self.stores, self._name = stores, name
+        self.specs, self._name = stores, name
+        self.stores = tuple(map(_at_work, stores))
         self._queues: dict[tuple[int, torch.device | None], Queue] = {}
         limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
         self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
         self.largest: dict[torch.device, int] = {}
         self.most: dict[torch.device, int] = {}
         self._broken: set[int] = set()  # tiers that failed, until they are empty
-        self._device = stores[0].open() if isinstance(stores[0], OnDevice) else None
+        self._device = self.stores[0] if isinstance(self.stores[0], OpenOnDevice) else None
         if self._device is not None:
-            self._device.below.update({id(store): store for store in stores[1:]})
+            self._device.below.update({id(store): store for store in self.stores[1:] if isinstance(store, Tier)})
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor`` in the memory of the tier that it will be put into, which need not copy it again."""
+        tier = self.turns.next_tier(tensor.device)
+        if tier is None:
+            budgets = [self._budget(each, tensor.device) for each in range(len(self.stores))]
+            tier = next((each for each, of in enumerate(budgets) if of is None or of.has_room(tensor.nbytes)), 0)
+        return self.stores[tier].own(tensor)
 
     def put(self, tensor: torch.Tensor) -> Placed:
         placed = Placed(tensor.nbytes, stream_of(tensor), self, tensor.device)
@@ -198,13 +209,13 @@ class OpenTiered(Store):
                 with contextlib.suppress(StoreError):  # no tier from there on has room: try the nearer ones
                     self._place(placed, tensor, tier)
             if placed.tier < 0:
-                if self._is_ahead(placed):
+                if self._is_accelerator(placed.device):
                     self._make_way(placed, is_planned=tier is not None)
                 self._place(placed, tensor, 0)
         except BaseException:
             placed.drop()
             raise
-        if placed.tier > 0 and self._is_ahead(placed):
+        if placed.tier > 0 and self._is_accelerator(placed.device):
             self._leave_room(placed.device)
         return placed
 
@@ -212,7 +223,7 @@ class OpenTiered(Store):
         if comparing.is_under_way:
             return self._get_for_comparison(ticket)
         following = self.turns.read(ticket, _BESIDE_PLAN)
-        if self._is_ahead(ticket):
+        if self._is_accelerator(ticket.device):
             self._leave_room(ticket.device)
         try:
             with ticket.lock:
@@ -221,9 +232,9 @@ class OpenTiered(Store):
             ticket.let_go()
         # `OnDisk` reads ahead by itself, no more than its `in_flight`.
         planned = self.turns.to_bring(ticket, self._room(ticket.device))
-        self._look_ahead([other for other in planned if self.stores[other.tier].takes_plans], None)
+        self._look_ahead([other for other in planned if self._takes_plans(other.tier)], None)
         # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
-        limited = self._is_ahead(ticket) and isinstance(self.stores[0], OnDevice)
+        limited = self._is_accelerator(ticket.device) and self._device is not None
         self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
         return tensor
 
@@ -235,7 +246,7 @@ class OpenTiered(Store):
                 what is computed from it.
         """
         budget, wanted = self._nearest(ticket.device), 2 * ticket.nbytes
-        if self._is_ahead(ticket) and budget is not None and budget.limit is not None:
+        if self._is_accelerator(ticket.device) and budget is not None and budget.limit is not None:
             if comparing.can_wait and wanted > budget.limit:
                 raise NoRoom
             while budget.held + wanted > budget.limit and self._make_room(0, ticket.device, wanted):
@@ -258,25 +269,9 @@ class OpenTiered(Store):
         except StoreError:
             # The error may be about another tensor: a store raises the error of a failed write once, at the next call
             # (decision 36). If this tensor is still in memory, backward can use it.
-            held = store.peek(ticket.ticket)
+            held = store.peek(ticket.ticket) if isinstance(store, Tier) else None
             tensor = store.get(ticket.ticket) if held is None else held
             return tensor if ticket.at is None else tensor.to(ticket.at.device)
-
-    def has_left(self, ticket: Placed, later: Callable[[], object]) -> bool:
-        try:
-            with ticket.lock:
-                if not ticket.has_left:
-                    ticket.leaves = later
-                return ticket.has_left
-        finally:
-            ticket.let_go()
-
-    def pop_transfer_seconds(self, ticket: Placed) -> float:
-        try:
-            with ticket.lock:
-                return 0.0 if ticket.dropped else self.stores[ticket.tier].pop_transfer_seconds(ticket.ticket)
-        finally:
-            ticket.let_go()
 
     def prefetch(self, ticket: Placed) -> None:
         try:
@@ -311,8 +306,8 @@ class OpenTiered(Store):
                 why, free = str(error), error.free
                 continue
             placed.tier = tier
-            if not placed.has_left and self.stores[tier].leaves_memory(tensor):
-                placed.has_left = True
+            if not placed.is_away and self.specs[tier].leaves_memory(tensor):
+                placed.is_away = True
                 if placed.leaves is not None:
                     placed.leaves()
             self.queue(tier, placed.device).add(placed, self.turns.of(placed))
@@ -320,18 +315,14 @@ class OpenTiered(Store):
         said = f"{self._name}: the last tier is full, or failed: {why}"
         raise StoreError(said, wanted=tensor.nbytes, free=free)
 
-    def _is_ahead(self, placed: Placed) -> bool:
-        """Whether ``placed`` belongs on an accelerator, whose memory the copies on their way to lower tiers take."""
-        return placed.at is not None
-
     def _put_at(self, tier: int, tensor: torch.Tensor, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
         store, at, device = self.stores[tier], placed.at, placed.device
         self._mend(tier)
         while True:
             try:
-                if at is None or tier == 0:
-                    return store.put(tensor)
+                if at is None or tier == 0 or not isinstance(store, Tier):
+                    return store.put(tensor if at is None else tensor.to(at.device))
                 return store.put_from_host(tensor, at) if tensor.is_cpu else store.put_away(tensor)
             except StoreError:
                 budget = self._budget(tier, device)
@@ -347,7 +338,7 @@ class OpenTiered(Store):
         if tier in self._broken:
             budget = getattr(self.stores[tier], "budget", None)
             if isinstance(budget, (ByteBudget, DeviceBudgets)) and budget.held:
-                raise StoreError(f"{self.stores[tier]!r} failed, and is not empty yet")
+                raise StoreError(f"{self.specs[tier]!r} failed, and is not empty yet")
             self._broken.discard(tier)
 
     def queue(self, tier: int, device: torch.device) -> Queue:
@@ -356,7 +347,7 @@ class OpenTiered(Store):
         In an ``OnDevice`` these are the tensors of this device. The limit of any other store is for all devices
         together.
         """
-        key = tier, device if isinstance(self.stores[tier], OnDevice) else None
+        key = tier, device if isinstance(self.stores[tier], OpenOnDevice) else None
         found = self._queues.get(key)
         return self._queues.setdefault(key, Queue(tier)) if found is None else found
 
@@ -392,7 +383,8 @@ class OpenTiered(Store):
             False if it is on a disk, because moving it would take a read.
         """
         tier, before = placed.tier, placed.ticket
-        held = self.stores[tier].peek(before)
+        store = self.stores[tier]
+        held = store.peek(before) if isinstance(store, Tier) else None
         if held is None:
             return False
         if placed.at is None:
@@ -401,7 +393,7 @@ class OpenTiered(Store):
             self._leave_room(placed.device, nbytes - placed.nbytes)
             with on(placed.at):  # the copy of the next tier must come after the work that fills the tensor
                 self._place(placed, held, tier + 1)
-        self.stores[tier].drop(before)
+        store.drop(before)
         return True
 
     def _limits(self, device: torch.device) -> list[int | None]:
@@ -456,18 +448,27 @@ class OpenTiered(Store):
             store.set_device_limit(max(0, room + own), device)
 
     def _room(self, device: torch.device) -> int:
-        """Bytes that the limit of the first tier leaves free on ``device``; 0 if the first tier has no such limit."""
+        """Bytes that may be brought back to ``device``; 0 if the first tier has no limit there."""
         budget = self._nearest(device)
         if budget is None or budget.limit is None:
             return 0
-        below = self._below() if is_accelerator(device) else []
-        return budget.limit - budget.held - sum(store.device_bytes(device) for store in below)
+        below = self._below() if self._is_accelerator(device) else []
+        room = budget.limit - budget.held - sum(store.device_bytes(device) for store in below)
+        return min([room, *(store.device_room(device) for store in below if store.takes_plans)])
+
+    def _takes_plans(self, tier: int) -> bool:
+        store = self.stores[tier]
+        return isinstance(store, Tier) and store.takes_plans
+
+    def _is_accelerator(self, device: torch.device) -> bool:
+        """Whether ``device`` is an accelerator, whose memory the copies on their way to lower tiers take."""
+        return is_accelerator(device)
 
     def _nearest(self, device: torch.device) -> ByteBudget | None:
         """The bytes of ``device`` under the limit of the first tier; None if the first tier is another place."""
         return None if self._device is None else self._device.budget.of(device)
 
-    def _below(self) -> list[Store]:
+    def _below(self) -> list[Tier]:
         return [] if self._device is None else list(self._device.below.values())
 
     def _look_ahead(self, following: Sequence[Placed], most: int | None) -> None:
@@ -485,6 +486,12 @@ class OpenTiered(Store):
                             self.stores[placed.tier].prefetch(placed.ticket)
                 finally:
                     placed.let_go()
+
+
+def _at_work(store: Store) -> Store:
+    """What works in this process for ``store``; a subclass that moves tensors in its own way is taken as it is."""
+    is_plain = (type(store).put, type(store).get) == (StoreSpec.put, StoreSpec.get)
+    return store.open() if isinstance(store, StoreSpec) and is_plain else store
 
 
 def _tiered(stores: Sequence[Store]) -> Tiered:

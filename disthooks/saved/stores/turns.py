@@ -24,6 +24,7 @@ import torch
 
 from disthooks._locks import Shared
 from disthooks._torch import uncompiled
+from disthooks.saved.stores.base import MovingTicket
 from disthooks.saved.stores.order import AccessOrder, Ordered, PerThread
 from disthooks.saved.stores.plan import Placement, Tapes, make_plan
 
@@ -32,7 +33,7 @@ _GROUP = 64 << 20  # bytes that backward asks for at once; an eighth of the near
 _CPU = torch.device("cpu")
 
 
-class Placed:
+class Placed(MovingTicket):
     """A tensor in one of the tiers. It moves to the next tier if tensors that backward reads sooner need its room.
 
     Attributes:
@@ -44,7 +45,7 @@ class Placed:
         tiers: the runtime of the ``Tiered`` that it was put into.
         turn: its position in the order of reads.
         asked: whether the tier was told that backward reads the tensor soon.
-        has_left: whether it was put into a tier that takes it out of the memory that it was in.
+        is_away: whether it was put into a tier that takes it out of the memory that it was in.
         leaves: called when it is, once.
     """
 
@@ -55,7 +56,7 @@ class Placed:
         "at",
         "device",
         "dropped",
-        "has_left",
+        "is_away",
         "leaves",
         "lock",
         "nbytes",
@@ -71,10 +72,27 @@ class Placed:
         self.ticket: Any = None
         self.nbytes, self.at, self.device = nbytes, at, device
         self.turn: Turn | None = None
-        self.asked = self.dropped = self.has_left = False
+        self.asked = self.dropped = self.is_away = False
         self.leaves: Callable[[], object] | None = None
         self._to_let_go = [True]  # the thread that pops the item lets go of the tensor
         self.tiers = tiers  # last: the destructor does nothing before
+
+    def has_left(self, later: Callable[[], object]) -> bool:
+        try:
+            with self.lock:
+                if not self.is_away:
+                    self.leaves = later
+                return self.is_away
+        finally:
+            self.let_go()
+
+    def pop_transfer_seconds(self) -> float:
+        try:
+            with self.lock:
+                is_moving = not self.dropped and isinstance(self.ticket, MovingTicket)
+                return self.ticket.pop_transfer_seconds() if is_moving else 0.0
+        finally:
+            self.let_go()
 
     def drop(self) -> None:
         """Release the tensor in the tier that it is in; destructors call this."""
@@ -147,8 +165,16 @@ class TapeOrder(AccessOrder):
         turn.tape, turn.index = self._tape, len(self._tape.turns)
         self._tape.turns.append(turn)
         self._tapes.put(nbytes)
-        plan = self._tape.plan = self._tapes.plan
-        return None if plan is None or turn.index >= len(plan) else plan.group(turn.index).place
+        self._tape.plan = self._tapes.plan
+        return self._tier(turn.index)
+
+    def next_tier(self) -> int | None:
+        """The tier of the tensor that is put next, if it is as large as expected; None if the tape is not known."""
+        return self._tier(0 if self._tape is None or self._tape.reads else len(self._tape.turns))
+
+    def _tier(self, index: int) -> int | None:
+        plan = self._tapes.plan
+        return None if plan is None or index >= len(plan) else plan.group(index).place
 
     def read(self, ticket: Ordered, now: float | None = None) -> None:
         super().read(ticket, now)
@@ -231,12 +257,22 @@ class Turns(Shared[Turn]):
         """Note that ``placed`` is the next tensor that this thread puts. Returns its tier; None if there is no plan."""
         with self._lock:
             self._apply_releases()
-            orders = self._own()
-            order = orders.get(placed.device)
-            if order is None:
-                order = orders[placed.device] = TapeOrder(functools.partial(self._limits, placed.device))
+            order = self._order(placed.device)
             placed.turn = Turn(placed, order)
             return order.place(placed.turn, placed.nbytes)
+
+    def next_tier(self, device: torch.device) -> int | None:
+        """The tier of the tensor of ``device`` that this thread puts next; None if there is no plan."""
+        with self._lock:
+            self._apply_releases()
+            return self._order(device).next_tier()
+
+    def _order(self, device: torch.device) -> TapeOrder:
+        orders = self._own()
+        order = orders.get(device)
+        if order is None:
+            order = orders[device] = TapeOrder(functools.partial(self._limits, device))
+        return order
 
     def read(self, placed: Placed, look: int) -> list[Placed]:
         """Note that ``placed`` is read now. Returns up to ``look`` tensors that backward will read next."""
@@ -257,15 +293,18 @@ class Turns(Shared[Turn]):
             return []
         found: list[Placed] = []
         with self._lock:
-            while tape.next_back < len(tape.plan.back):
-                group = tape.plan.groups[tape.plan.back[tape.next_back]]
-                tickets = (turn for turn in tape.turns[group.first : group.last + 1] if isinstance(turn, Turn))
-                turns = (turn for turn in tickets if turn.index not in tape.reads)  # what was read need not come again
-                members = [other for turn in turns if (other := turn.placed()) is not None]
-                members = [other for other in reversed(members) if other.tier > 0 and not other.asked]
-                room -= sum(other.nbytes for other in members)
-                if room < 0:
-                    break
+            while room > 0 and tape.next_back < len(tape.plan.back):
+                group, members = tape.plan.groups[tape.plan.back[tape.next_back]], []
+                for index in range(min(group.last, len(tape.turns) - 1), group.first - 1, -1):
+                    turn = tape.turns[index]
+                    if not isinstance(turn, Turn) or index in tape.reads:  # what was read need not come again
+                        continue
+                    other = turn.placed()
+                    if other is not None and other.tier > 0 and not other.asked:
+                        members.append(other)
+                        room -= other.nbytes
+                        if room < 0:
+                            return found
                 tape.next_back += 1
                 found += members
         return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
+import pathlib
 import weakref
 
 import torch
@@ -56,3 +58,36 @@ def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
         assert [one() for one in alive] == [None] * len(alive)
     finally:
         gc.enable()
+
+
+def test_a_tensor_bound_for_disk_is_copied_once(tmp_path: pathlib.Path) -> None:
+    """The copy that belongs to disthooks is made where the plan sends it; what stays is no part of a file's group."""
+    for limit, tiers_of in ((0, [1] * 8), (4 << 10, [1, 1, 1, 1, 1, 1, 1, 0])):
+        tiers = dh.Tiered(dh.OnDevice(limit), dh.OnDisk(tmp_path))
+        for step in range(3):
+            values = [torch.full((1024,), float(i)) for i in range(8)]
+            tickets = [tiers.put(tiers.own(value)) for value in values]
+            if step:
+                assert [ticket.tier for ticket in tickets] == tiers_of
+                assert not any(ticket.ticket.entry.is_copy for ticket in tickets if ticket.tier)
+            for ticket, value in zip(reversed(tickets), reversed(values), strict=True):
+                assert torch.equal(tiers.get(ticket), value)
+                tiers.drop(ticket)
+            tickets.clear()
+
+
+def test_what_a_read_costs_does_not_grow_with_the_forward(tmp_path: pathlib.Path) -> None:
+    """Where nothing has room to come back, no read looks at all that backward still has to read."""
+    calls = []
+    for count in (100, 400):
+        tiers = dh.Tiered(dh.OnDevice(0), dh.OnDisk(tmp_path))
+        for _ in range(3):
+            tickets = [tiers.put(tiers.own(torch.ones(1024))) for _ in range(count)]
+            profile = cProfile.Profile()
+            with profile:
+                for ticket in reversed(tickets):
+                    tiers.get(ticket)
+            del ticket
+            tickets.clear()
+        calls.append(sum(entry.callcount for entry in profile.getstats()) / count)
+    assert calls[1] < 1.5 * calls[0]

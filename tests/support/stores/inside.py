@@ -1,0 +1,27 @@
+"""What tests look at inside of stores at work: one place to change when the stores change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import disthooks as dh
+
+
+def device_bytes(store: Any, device: torch.device | None = None) -> int:
+    """Bytes that a store, or all stores of a ``Tiered``, have on ``device`` for a while; None for all devices."""
+    opened = store.open()
+    return sum(tier.device_bytes(device) for tier in getattr(opened, "stores", (opened,)))
+
+
+def in_host(store: dh.OnCpu, ticket: Any) -> torch.Tensor:
+    """The tensor of ``ticket`` in host memory; the host waits for its copy."""
+    found = store.open().peek(ticket)
+    assert found is not None
+    return found
+
+
+def limit_device(store: dh.OnCpu | dh.OnDisk, nbytes: int) -> None:
+    """Let the store hold at most ``nbytes`` on devices, as a ``Tiered`` does."""
+    store.open().set_device_limit(nbytes)
