@@ -158,7 +158,7 @@ class Rerun:
         if folder is not None and importlib.util.find_spec("safetensors") is None:
             raise UsageError("rerun(capture=...) writes with the package safetensors: pip install 'disthooks[capture]'")
         self.is_used, self._should_probe = True, probe
-        self._captures, self.folder = captures, folder
+        self._captures, self._searches, self.folder = captures, 4 * captures, folder
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -306,34 +306,39 @@ class Rerun:
         if chosen is result:
             self._runner.restore_states(states)
         self._note(chosen, "refused" if has_others else kind, _REASONS[12] if has_others else "", ranks, began)
-        if kind == "repeats" and not has_others and self.folder is not None and self._captures > 0:
-            self._capture(number, pathlib.Path(self.folder), put_back)
+        is_wanted = self.folder is not None and self._captures > 0 and self._searches > 0
+        if kind == "repeats" and not has_others and is_wanted:
+            self._capture(number, pathlib.Path(self.folder or ""), put_back)
+            self._unscale_again()
+            run()  # the gradients and the states of rules are those of the second run again
         return chosen
 
     def _capture(self, number: int, folder: pathlib.Path, put_back: Callable[[], None]) -> None:
         """Make the calls again to find the module that made the step bad, and once more to write what it gets."""
-        states, rank = self._runner.copied_states(), self._engine.ranks[self._engine.position]
+        rank, models = self._engine.ranks[self._engine.position], self._engine.models
+        named = list(zip(self._engine.prefixes, models, strict=True))
+        self._searches -= 1
         put_back()
-        with BadCallFinder(self._engine.models) as finder:
+        with BadCallFinder(named) as finder:
             self._make_again()
         found = self._tell([finder.found is not None])
         writers = [r for r, row in zip(self._engine.ranks, found, strict=True) if row[0]][: self._captures]
-        self._captures -= max(len(writers), 1)
+        self._captures -= len(writers)
         if not writers:
-            self._noted["rerun_why"] = "no module made it: the batch, a finite spike, or code outside of modules did"
-        else:
-            put_back()
-            call = finder.found if rank in writers else None
-            taker = None if call is None else CallTaker(self._engine.models, call, self._device)
-            with taker or contextlib.nullcontext():
-                self._make_again()
-            about = {"step": number, "rank": rank, "engine": self._engine.label}
-            told = self._tell([0 if taker is None else taker.write(folder, about)])
-            places = zip(self._engine.ranks, told, strict=True)
-            written = [str(capture_folder(folder, number, r, row[0])) for r, row in places if row[0]]
-            self._noted |= {"rerun_capture": written} if written else {}
-        self._runner.restore_states(states)
-        self._unscale_again()
+            self._noted["rerun_why"] = (
+                "no module was found that made it: the batch, the code of the loss, compiled code or a finite spike did"
+            )
+            return
+        put_back()
+        call = finder.found if rank in writers else None
+        taker = None if call is None else CallTaker(named, call, self._device)
+        with taker or contextlib.nullcontext():
+            self._make_again()
+        about = {"step": number, "rank": rank, "engine": self._engine.label}
+        told = self._tell([0 if taker is None else taker.write(folder, about)])
+        places = zip(self._engine.ranks, told, strict=True)
+        written = [str(capture_folder(folder, number, r, row[0])) for r, row in places if row[0]]
+        self._noted |= {"rerun_capture": written} if written else {}
 
     def _reason(self) -> str:
         """Why this rank cannot run the step again; "" if it can."""

@@ -14,6 +14,7 @@ import contextlib
 import json
 import linecache
 import pathlib
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from disthooks._match import unwrap_engine
 from disthooks._tensors import floats_of
 from disthooks._torch import current_node, node_name
 from disthooks.errors import UsageError
@@ -80,6 +82,8 @@ class Replay(NamedTuple):
             known = f"{' and '.join(self.bad_before)} were not finite before the call" if self.bad_before else ""
             return known or "no operator that Python can see made it: look for a kernel of its own in this module"
         wide = [dtype for dtype, is_finite in self.finite_in.items() if is_finite]
+        if not wide and self.finite_in["float64"] is None:
+            return "it does not run in float64, so the formula or the precision may be the cause"
         if not wide:
             return "it is not finite in float64 either: the formula is the cause, not the precision"
         return f"it is finite in {' and '.join(wide)}: the precision is the cause, not the formula"
@@ -95,11 +99,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writers: dict[int, int] = {}  # by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = [each for each in tree_leaves((args, kwargs or {})) if isinstance(each, (torch.Tensor, float))]
+        if str(func).startswith(("aten.empty", "aten.new_empty", "aten.resize_")):
+            return func(*args, **(kwargs or {}))  # its memory may have held anything
+        is_copy = str(func).startswith("aten.copy_")  # it does not read what it writes to
+        leaves = tree_leaves((args[1:] if is_copy else args, kwargs or {}))
+        leaves = [each for each in leaves if isinstance(each, (torch.Tensor, float))]
         given = [
             torch.as_tensor(each, dtype=None if isinstance(each, torch.Tensor) else torch.float64) for each in leaves
         ]
-        before = _rank(floats_of(given))
+        given = floats_of(given)
+        before = _rank(given)
         said = tuple(map(_described, leaves))  # before the operator, which may change its arguments
         result = func(*args, **(kwargs or {}))
         made = floats_of(result)
@@ -107,7 +116,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator = None
             if after > before:
                 operator = Operator(str(func), *_place(), said, tuple(map(_described, made)))
-            written = (self._writers.get(_storage(each)) for each in floats_of(given) if _rank([each]))
+            written = (self._writers.get(_storage(each)) for each in given if _rank([each]))
             self._seen.append(([each for each in written if each is not None], operator))
             self._writers |= dict.fromkeys(map(_storage, made), len(self._seen) - 1)
         return result
@@ -160,22 +169,21 @@ def _described(value: Any) -> str:
 
 def _place() -> tuple[str, str]:
     """The node of autograd that runs, "" in forward, and the line of the user's code."""
-    node = current_node()
-    frames: list[traceback.FrameSummary] = []
+    node, frames = current_node(), []
     if node is None:
-        frames = [*traceback.extract_stack()]
-    else:
-        # Anomaly mode keeps the stack of the forward as text, an entry a frame: '  File "x.py", line 3, in forward'.
-        for entry in node.metadata.get("traceback_", ()):
-            file, number = entry.strip().split("\n")[0].split(", ")[:2]
-            frames.append(traceback.FrameSummary(file[6:-1], int(number[5:]), ""))
-    own = next((frame for frame in reversed(frames) if not frame.filename.startswith(_NOT_USERS)), None)
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()]
+    else:  # anomaly mode keeps the stack of the forward as text, an entry a frame
+        found = (re.match(r'\s*File "(.*)", line (\d+)', entry) for entry in node.metadata.get("traceback_", ()))
+        frames = [(each[1], int(each[2])) for each in found if each is not None]
+    # The frames below the last one of this file called the replay.
+    below = max((place for place, (file, _) in enumerate(frames[:-3]) if file == __file__), default=0)
+    own = next((each for each in reversed(frames[below:]) if not each[0].startswith(_NOT_USERS)), None)
     name = "" if node is None else node_name(node)
     if own is None:
         return name, ""
-    file, here = pathlib.Path(own.filename), pathlib.Path.cwd()
+    file, here = pathlib.Path(own[0]), pathlib.Path.cwd()
     where = file.relative_to(here) if file.is_relative_to(here) else file
-    return name, f"{where}:{own.lineno}: {linecache.getline(own.filename, own.lineno or 0).strip()}"
+    return name, f"{where}:{own[1]}: {linecache.getline(*own).strip()}"
 
 
 class _Capture(NamedTuple):
@@ -198,7 +206,8 @@ class _Capture(NamedTuple):
 
     def put_into(self, module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
         """Give the module the weights and buffers of the capture, and its mode of training."""
-        training = set(self.facts["training"])
+        module.to(device, dtype)  # what the capture does not have
+        training, parameters = set(self.facts["training"]), self.facts.get("parameters", ())
         for name, part in module.named_modules():
             part.training = name in training
         for name in self.tensors:
@@ -207,10 +216,11 @@ class _Capture(NamedTuple):
                 continue
             try:
                 owner, tensor = module.get_submodule(place), self.tensor(name, dtype, device)
-                kept = getattr(owner, key)
+                if name in parameters:
+                    getattr(owner, key)
             except AttributeError as error:
                 raise UsageError(f"the model that was built is another: {error}") from error
-            is_parameter = isinstance(kept, nn.Parameter)
+            is_parameter = key in owner._parameters
             setattr(owner, key, nn.Parameter(tensor.detach(), tensor.requires_grad) if is_parameter else tensor)
 
     def tensor(self, name: str, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
@@ -225,6 +235,8 @@ class _Capture(NamedTuple):
         ((kind, inside),) = value.items()
         if kind == "tensor":
             return self.tensor(inside, dtype, device)
+        if kind == "dtype":
+            return dtype or getattr(torch, inside)
         if kind == "dict":
             return {name: self.argument(each, dtype, device) for name, each in inside.items()}
         made = [self.argument(each, dtype, device) for each in inside]
@@ -243,14 +255,22 @@ def _results(
     copied = tree_map(lambda each: each.clone() if _needs_gradient(each) else each, (args, kwargs))
     context = CallContext.from_json(facts["context"], capture.tensors, device)
     context = context if dtype is None else context._replace(autocast=[])
-    with context.entered(), torch.autograd.set_detect_anomaly(facts["in_backward"], check_nan=False), mode:
-        outputs = floats_of(module(*copied[0], **copied[1]))
-        if not facts["in_backward"]:
-            return outputs
-        places = [place for place in range(len(outputs)) if f"gradient.{place}" in capture.tensors]
-        given = [capture.tensor(f"gradient.{place}", dtype, device) for place in places]
-        found = torch.autograd.grad([outputs[place] for place in places], leaves, given, allow_unused=True)
-    return [each for each in found if each is not None]
+    found: list[torch.Tensor] = []
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or default)
+    try:
+        with context.entered(), torch.autograd.set_detect_anomaly(facts["in_backward"], check_nan=False), mode:
+            outputs = floats_of(module(*copied[0], **copied[1]))
+            if not facts["in_backward"]:
+                return outputs
+            places = [place for place in range(len(outputs)) if f"gradient.{place}" in capture.tensors]
+            given = [capture.tensor(f"gradient.{place}", dtype, device) for place in places]
+            for leaf in leaves:  # `.grad` is a copy that the mode does not see
+                leaf.register_hook(found.append)
+            torch.autograd.backward([outputs[place] for place in places], given)
+    finally:
+        torch.set_default_dtype(default)
+    return found
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -271,13 +291,22 @@ def replay(folder: str | pathlib.Path, build: Callable[[], Any], device: str = "
     """
     capture, where = _Capture.read(pathlib.Path(folder)), torch.device(device)
     facts = capture.facts
+    made = build()
+    model = unwrap_engine(made[0] if isinstance(made, tuple) else made)
     try:
-        made = build()
-        module = (made[0] if isinstance(made, tuple) else made).get_submodule(facts["module"])
+        module = model.get_submodule(facts["module"])
     except AttributeError as error:
         raise UsageError(f"the model that was built has no module {facts['module']!r}: {error}") from error
+    if facts["in_backward"] and not any(name.startswith("gradient.") for name in capture.tensors):
+        raise UsageError(f"{folder} has no gradient of the output: {', '.join(facts['left_out'])}")
     watch = _Watch()
-    results = _results(module, capture, None, where, watch)
+    try:
+        results = _results(module, capture, None, where, watch)
+    except Exception as error:
+        if not facts["left_out"] or isinstance(error, UsageError):
+            raise
+        left_out = ", ".join(facts["left_out"])
+        raise UsageError(f"the call does not run without what the capture has not ({left_out}): {error}") from error
     is_bad = _rank(results) > 0
     names = [name for name in capture.tensors if name.partition(".")[0] in ("state", "input", "gradient")]
     bad = tuple(name for name in names if badness(floats_of(capture.tensors[name])) > 1)

@@ -144,13 +144,13 @@ def test_no_module_made_it(tmp_path: pathlib.Path) -> None:
     with mock.patch.object(torch, "randn", lambda *shape: torch.full(shape, torch.inf)):
         (record,) = train(model, tmp_path / "batch", bad=(), steps=1)
     assert "rerun_capture" not in record
-    assert record["rerun_why"].startswith("no module made it")
+    assert record["rerun_why"].startswith("no module was found that made it")
     records: list[dict[str, Any]] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[records.append], every=1) as watch:
         watch.rerun(lambda x: model(x).sum().sqrt().backward(), tmp_path / "loss")(torch.zeros(3, 4))
         optimizer.step()
-    assert records[0]["rerun_why"].startswith("no module made it")
+    assert records[0]["rerun_why"].startswith("no module was found that made it")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,3 +210,162 @@ def test_without_safetensors_it_is_an_error_at_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'disthooks\[capture\]'"):
         train(Net(), "captures")
+
+
+# -- which module is named, and what a capture must have, where that is not plain
+
+
+class Scaled(nn.Module):
+    """Its input times a weight, through ``function``."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(4)), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.weight * x)
+
+
+def root_of_nothing(x: torch.Tensor) -> torch.Tensor:
+    """Finite, and its gradient is not."""
+    return (x - x.detach()).abs().sqrt()
+
+
+class Parts(nn.Module):
+    """Two modules and the code between them."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.code = forward
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(self, x)
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(torch.arange(4) > 1, -torch.inf)
+
+
+def siblings(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.first(x)
+    return self.a(h) + self.b(h)
+
+
+def makes_aux(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.aux = x.mean().detach()
+    return self.first(x) / self.first(x).norm()
+
+
+def known_elsewhere() -> Parts:
+    """``dec`` has the embedding of the model, which knows it under another name."""
+    shared = Scaled()
+    inner = Parts(lambda self, x: self.emb(x) / self.emb(x).norm(), emb=shared)
+    return Parts(lambda self, x: self.dec(self.emb(x)), emb=shared, dec=inner)
+
+
+def length(x: torch.Tensor) -> torch.Tensor:
+    return x / x.norm()
+
+
+NAMED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "a sum of two readers": (
+        lambda: Parts(siblings, first=Scaled(), a=Scaled(root_of_nothing), b=Scaled()),
+        "a",
+        "aten.div.Tensor",
+    ),
+    "code of the model, backward": (
+        lambda: Parts(lambda self, x: root_of_nothing(self.first(x)) + 1, first=Scaled()),
+        "",
+        "aten.div.Tensor",
+    ),
+    "a mask on purpose": (
+        lambda: Parts(lambda self, x: self.a(self.mask(x).softmax(-1) * x), mask=Scaled(masked), a=Scaled(length)),
+        "a",
+        "aten.div.Tensor",
+    ),
+    "log of zero, and then dropout": (
+        lambda: Parts(lambda self, x: self.drop(self.a(x)), a=Scaled(torch.log), drop=nn.Dropout(0.5)),
+        "a",
+        "aten.log.default",
+    ),
+    "a weight of a module that is not called": (
+        lambda: Parts(lambda self, x: self.a(x), a=Parts(lambda self, x: length(x * self.emb.weight), emb=Scaled())),
+        "a",
+        "aten.div.Tensor",
+    ),
+    "an attribute that forward sets": (lambda: Parts(makes_aux, first=Scaled()), "", "aten.div.Tensor"),
+    "a module known elsewhere": (known_elsewhere, "dec", "aten.div.Tensor"),
+    "memory that nobody filled": (lambda: Scaled(lambda x: torch.empty_like(x).copy_(x).log()), "", "aten.log.default"),
+    "size and dtype as arguments": (
+        lambda: Parts(lambda self, x: self.a(x.to(torch.float32).reshape(torch.Size([3, 4]))), a=Scaled(length)),
+        "a",
+        "aten.div.Tensor",
+    ),
+    "a reentrant checkpoint, backward": (
+        lambda: Scaled(lambda x: checkpoint(root_of_nothing, x, use_reentrant=True)),
+        "",
+        "aten.div.Tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_module_is_named_and_replayed(name: str, tmp_path: pathlib.Path) -> None:
+    build, module, operator = NAMED[name]
+    (record,) = train(build(), tmp_path, bad=(0,), steps=1)
+    facts = facts_of(record)
+    assert (facts["module"], facts["left_out"]) == (module, [])
+    assert replay(record["rerun_capture"][0], build).operator.name == operator
+
+
+def test_two_models_of_one_step(tmp_path: pathlib.Path) -> None:
+    models, records = [nn.Sequential(nn.Linear(4, 4, bias=False), part) for part in (Unit(), nn.Tanh())], []
+    optimizer = torch.optim.SGD(nn.ModuleList(models).parameters(), lr=0.1)
+    with dh.gradients(models, optimizer, rules=[dh.SkipNonFinite()], sinks=[records.append], every=1) as watch:
+        call = watch.rerun(lambda x: models[1](models[0](x)).sum().backward(), tmp_path)
+        call(torch.zeros(3, 4))
+        optimizer.step()
+    assert facts_of(records[0])["class"] == "Unit"
+
+
+def test_gradients_and_rules_are_those_of_a_step_without_a_capture(tmp_path: pathlib.Path) -> None:
+    """A finite spike that a rule with a memory sees, with a rule behind it that rewrites."""
+    found = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with dh.gradients(model, optimizer, rules=[dh.SkipSpike(loss=False), dh.AdaGC()]) as watch:
+            call = watch.rerun(lambda x, net=model: net(x).square().mean().backward(), folder)
+            for step in range(80):
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+                call(x * (1 if step != 75 else 1e4))
+                optimizer.step()
+                if step == 75:
+                    found.append([each.grad.clone() for each in model.parameters()])
+                optimizer.zero_grad()
+            assert watch.steps == 80
+        found[-1] += [each.clone() for each in model.state_dict().values()]
+    assert all(map(torch.equal, *found))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_looked_at_is_one_sentence(tmp_path: pathlib.Path) -> None:
+    with pytest.warns(UserWarning, match="cannot be written: .*; training goes on"):
+        (record,) = train(Net(), tmp_path / ("long" * 100))
+    assert "rerun_capture" not in record
+
+
+def test_steps_without_a_module_to_name_leave_captures_for_others(tmp_path: pathlib.Path) -> None:
+    model, batches = Net(), [torch.full((3, 4), torch.nan), torch.zeros(3, 4)]
+    records: list[dict[str, Any]] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[records.append], every=1) as watch:
+        call = watch.rerun(lambda x: model(x).square().mean().backward(), tmp_path, captures=1)
+        for x in batches:
+            call(x)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [("rerun_why" in each, "rerun_capture" in each) for each in records] == [(True, False), (False, True)]
