@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import pathlib
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.stores.copies import link_of
+from disthooks.saved.stores.host import pool_of
 from disthooks.saved.stores.tiers import Tiered
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
@@ -195,3 +198,30 @@ def test_a_store_in_a_tier_still_looks_ahead_by_itself(device: torch.device) -> 
     before = host.report()[0].ahead
     y.backward()
     assert host.report()[0].ahead - before > 10 * x.nbytes
+
+
+def test_from_host_to_disk_nothing_waits_and_nothing_is_copied(sim: torch.device, tmp_path: pathlib.Path) -> None:
+    """While no copy leaves the device: the disk takes over the memory into which the copies are to come."""
+    n = 512 << 10
+    tiers = dh.Tiered(dh.OnDevice(2 * n), dh.OnCpu(2 * n), dh.OnDisk(tmp_path, in_flight="64 MiB"))
+    values = [torch.full((n // 4,), float(i)) for i in range(8)]
+    sources, tickets = [value.to(sim) for value in values], []
+    torch.accelerator.synchronize()
+    before = pool_of(sources[0].device, True).in_use
+    with simulated.held(link_of(sources[0].device)._out):
+        thread = threading.Thread(target=lambda: tickets.extend(map(tiers.put, sources)))
+        thread.start()
+        thread.join(60)
+        is_done = not thread.is_alive()
+        pinned = pool_of(sources[0].device, True).in_use - before
+    thread.join()
+    assert is_done
+    assert [ticket.tier for ticket in tickets] == [2] * 5 + [1] * 2 + [0]
+    assert pinned == 7 * n  # seven have left the device, and each has one place in host memory
+    tiers.wait()
+    for ticket, value in zip(reversed(tickets), reversed(values), strict=True):
+        assert torch.equal(tiers.get(ticket).cpu(), value)
+        tiers.drop(ticket)
+    del ticket
+    tickets.clear()
+    assert nothing_left(tiers)

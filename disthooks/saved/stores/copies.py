@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -89,6 +90,21 @@ class Outgoing(_Copy):
         self.done.synchronize()
         self.source = None
         return self.host
+
+
+class HostCopy:
+    """A tensor of a device in host memory of its own, which another store may take over.
+
+    Attributes:
+        outgoing: the copy, which may be under way.
+        lease: the memory, from a page on.
+        is_taken: whether another store counts the memory now.
+    """
+
+    __slots__ = ("is_taken", "lease", "outgoing")
+
+    def __init__(self, outgoing: Outgoing, lease: Any) -> None:
+        self.outgoing, self.lease, self.is_taken = outgoing, lease, False
 
 
 class Coming(_Copy):

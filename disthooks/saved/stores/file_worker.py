@@ -25,7 +25,7 @@ import torch
 from disthooks._locks import Shared
 from disthooks._streams import work_for
 from disthooks.errors import StoreError
-from disthooks.saved.stores.copies import Coming, Outgoing
+from disthooks.saved.stores.copies import Coming, HostCopy, Outgoing
 from disthooks.saved.stores.disk_read_ahead import ReadAhead
 from disthooks.saved.stores.group_file import GroupFile
 from disthooks.saved.stores.host import PAGE, pool_of
@@ -98,6 +98,13 @@ class FileWorker(Shared[Entry]):
             return tape.own_alone(tensor)
         with self._lock:
             return tape.own_joined(tensor)
+
+    def take_over(self, copy: HostCopy, device: torch.device) -> bool:
+        """Whether the tensor of ``copy``, which is put next, can be written from the memory it lies in."""
+        tape, host = self._tape(device), copy.outgoing.host
+        if host.nbytes > tape.small:
+            tape.own = {host.data_ptr(): copy.lease}
+        return host.nbytes > tape.small
 
     def put(self, entry: Entry) -> None:
         """Add ``entry`` to the tape of this thread and of its device. Waits at the limit in flight.

@@ -14,8 +14,8 @@ from disthooks._locks import Shared
 from disthooks._streams import current_stream, event_on, handed_over, on, used_on
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget
-from disthooks.saved.stores.copies import Coming, Outgoing, Throughput, link_of
-from disthooks.saved.stores.host import pool_of
+from disthooks.saved.stores.copies import Coming, HostCopy, Throughput, link_of
+from disthooks.saved.stores.host import pool_of, tensor_over
 from disthooks.saved.stores.order import PerThread, TimedOrder
 
 SMALL = 64 << 10  # bytes: smaller tensors share one copy, because each copy has a fixed cost (decision 41)
@@ -91,16 +91,29 @@ class Transfer:
         reserved: bytes of dropped members that a budget counts, because their host memory is still in use.
     """
 
-    __slots__ = ("_stream", "_unread", "came", "coming", "joined", "members", "nbytes", "outgoing", "reserved", "whole")
+    __slots__ = (
+        "_stream",
+        "_unread",
+        "came",
+        "coming",
+        "copy",
+        "joined",
+        "members",
+        "nbytes",
+        "outgoing",
+        "reserved",
+        "whole",
+    )
 
-    def __init__(self, members: Sequence[Offloaded], outgoing: Outgoing) -> None:
-        self.members, self.outgoing, self.joined = set(members), outgoing, len(members) > 1
-        self.nbytes = outgoing.host.nbytes
+    def __init__(self, members: Sequence[Offloaded], copy: HostCopy) -> None:
+        self.members, self.joined = set(members), len(members) > 1
+        self.copy, self.outgoing = copy, copy.outgoing
+        self.nbytes = self.outgoing.host.nbytes
         self.coming: Coming | None = None
         self.came: torch.Event | None = None
         self.whole: torch.Tensor | None = None
         self.reserved = 0
-        self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
+        self._stream = current_stream(self.outgoing.device)  # the stream that fills ``whole``, or the joined source
         self._unread: set[Offloaded] = set()
 
     @property
@@ -263,7 +276,7 @@ class Offload(Shared[Offloaded]):
         entry.tensor = None
         is_idle = transfer is None
         if transfer is not None and not transfer.joined:
-            coming, is_idle = transfer.coming, transfer.is_idle
+            coming, is_idle = transfer.coming, transfer.copy.is_taken or transfer.is_idle
             if coming is not None and coming.is_done():
                 coming.tensor = None
             if transfer.outgoing.is_done():
@@ -282,6 +295,13 @@ class Offload(Shared[Offloaded]):
         self._link.wait()
         with self._lock:
             self._apply_releases()
+
+    def host_copy(self, entry: Offloaded) -> HostCopy | None:
+        """The copy of ``entry``, for another store; None if it has none, or shares one, or comes back just now."""
+        with self._lock:
+            self._apply_releases()
+            transfer = entry.transfer
+            return None if transfer is None or transfer.joined or transfer.coming else transfer.copy
 
     def in_host(self, entry: Offloaded) -> torch.Tensor:
         """The tensor of ``entry`` in host memory. The host waits for the copy, which may begin only now."""
@@ -365,8 +385,9 @@ class Offload(Shared[Offloaded]):
         members, tensors = [entry for entry, _ in held], [tensor for _, tensor in held]
         with on(members[0].stream):  # this thread may work on another stream now
             source = _joined(members, tensors) if len(held) > 1 else tensors[0]
-            outgoing = self._link.send(source, self.pool.tensor(source.shape, source.dtype), self.out)
-            transfer = Transfer(members, outgoing)
+            lease = self.pool.lease(source.nbytes)
+            outgoing = self._link.send(source, tensor_over(lease, source.shape, source.dtype), self.out)
+            transfer = Transfer(members, HostCopy(outgoing, lease))
         self._flying.append(transfer)
         for entry in members:
             entry.transfer, entry.counted, entry.tensor = transfer, 0, None

@@ -173,6 +173,7 @@ class Tape:
 
     Attributes:
         sealed: groups that are full, until the worker takes them.
+        own: by address, the memory of a large copy that is put next, or never.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Tape:
         self.sealed: list[Group] = []
         self._memory, self._staging, self._joined = memory, staging, joined
         self._open: Group | None = None
-        self._own: dict[int, Any] = {}  # leases of large copies, by address
+        self.own: dict[int, Any] = {}
 
     def own_alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of ``tensor``, which is large, in the memory from which it will be written.
@@ -193,7 +194,7 @@ class Tape:
         """
         lease = self._memory(int(tensor.nbytes))
         copy = _copied(tensor, lease, 0)
-        self._own = {copy.data_ptr(): lease}  # of the last copy only: it is put next, or never
+        self.own = {copy.data_ptr(): lease}  # of the last copy only: it is put next, or never
         return copy
 
     def own_joined(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +208,7 @@ class Tape:
         """A group of ``entry`` alone, whose tensor is contiguous; OSError if there is no memory."""
         tensor = entry.tensor
         assert tensor is not None
-        lease = self._own.pop(tensor.data_ptr(), None)
+        lease = self.own.pop(tensor.data_ptr(), None)
         if lease is None:
             lease = self._memory(entry.nbytes)
             self._fill(entry, lease, 0)

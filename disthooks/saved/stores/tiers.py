@@ -18,6 +18,7 @@ from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec, Tier
+from disthooks.saved.stores.copies import HostCopy
 from disthooks.saved.stores.turns import NoRoom, Placed, Turns, comparing
 
 
@@ -295,7 +296,7 @@ class OpenTiered(Store):
     def report(self) -> tuple[StoreReport, ...]:
         return tuple(report for store in self.stores for report in store.report())
 
-    def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:
+    def _place(self, placed: Placed, tensor: torch.Tensor | HostCopy, first: int) -> None:
         """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
         # Only the text and the figure of the error: its traceback would hold this frame, which would be a cycle.
         why, free = "", None
@@ -306,31 +307,36 @@ class OpenTiered(Store):
                 why, free = str(error), error.free
                 continue
             placed.tier = tier
-            if not placed.is_away and self.specs[tier].leaves_memory(tensor):
+            # A copy in host memory is away already.
+            if not placed.is_away and isinstance(tensor, torch.Tensor) and self.specs[tier].leaves_memory(tensor):
                 placed.is_away = True
                 if placed.leaves is not None:
                     placed.leaves()
             self.queue(tier, placed.device).add(placed, self.turns.of(placed))
             return
         said = f"{self._name}: the last tier is full, or failed: {why}"
-        raise StoreError(said, wanted=tensor.nbytes, free=free)
+        raise StoreError(said, wanted=placed.nbytes, free=free)
 
-    def _put_at(self, tier: int, tensor: torch.Tensor, placed: Placed) -> Any:
+    def _put_at(self, tier: int, tensor: torch.Tensor | HostCopy, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
         store, at, device = self.stores[tier], placed.at, placed.device
         self._mend(tier)
         while True:
             try:
+                if isinstance(tensor, HostCopy):
+                    if at is not None and isinstance(store, Tier):
+                        return store.take_over(tensor, at)
+                    tensor = tensor.outgoing.wait()
                 if at is None or tier == 0 or not isinstance(store, Tier):
                     return store.put(tensor if at is None else tensor.to(at.device))
                 return store.put_from_host(tensor, at) if tensor.is_cpu else store.put_away(tensor)
             except StoreError:
                 budget = self._budget(tier, device)
-                if budget is None or budget.has_room(tensor.nbytes):
+                if budget is None or budget.has_room(placed.nbytes):
                     self._broken.add(tier)  # the tier failed for another reason than its limit
                     raise
                 # The tier is full: make room and try again, if a tensor can be moved down.
-                if not budget.could_have_room(tensor.nbytes) or not self._make_room(tier, device):
+                if not budget.could_have_room(placed.nbytes) or not self._make_room(tier, device):
                     raise
 
     def _mend(self, tier: int) -> None:
@@ -383,8 +389,9 @@ class OpenTiered(Store):
             False if it is on a disk, because moving it would take a read.
         """
         tier, before = placed.tier, placed.ticket
-        store = self.stores[tier]
-        held = store.peek(before) if isinstance(store, Tier) else None
+        store, held = self.stores[tier], None
+        if isinstance(store, Tier):
+            held = store.host_copy(before) or store.peek(before)
         if held is None:
             return False
         if placed.at is None:
