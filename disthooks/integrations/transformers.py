@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import os
 import pathlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +86,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self.prepared: Prepared | None = None
         self.saved: SavedReport | None = None
         self._logged = -1
+        self._drawn: BatchIndices | None = None
         self._shown: set[str] = set()  # the names of disthooks' numbers that the console shows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -101,10 +105,22 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             try:
                 connect(trainer.accelerator, gradients)
                 wrap_step(trainer, gradients)
+                if not trainer.is_deepspeed_enabled:  # its engine steps before a callback is called
+                    self._drawn = BatchIndices(kwargs.get("train_dataloader"), gradients, bool(state.global_step))
                 self._go_on(trainer, gradients, variables.get("resume_from_checkpoint"))
             except BaseException:
                 self.remove()
                 raise
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the indices of a micro-batch, except for the last one of a step."""
+        if self._drawn is not None:
+            self._drawn.note()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the indices of the last micro-batch of a step."""
+        if self._drawn is not None:
+            self._drawn.note()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the numbers of the step into the log. The Trainer has read its loss, so this waits for nothing more."""
@@ -158,7 +174,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def remove(self) -> None:
         """Detach now. Call it after a training that raised, because no callback is called then."""
-        prepared, self.prepared = self.prepared, None
+        prepared, self.prepared, self._drawn = self.prepared, None, None
         if prepared is None:
             return
         if prepared.saving is not None:
@@ -232,6 +248,44 @@ class WaitingCallback(DisthooksCallback):
     def remove(self) -> None:
         """Leave the attachment; the session takes it off."""
         self.prepared = self._training = None
+
+
+class BatchIndices:
+    """Notes for each micro-batch which samples it has: ``{"indices": [...]}``, if a batch sampler draws them.
+
+    A loader gives the batches in the order in which its sampler draws them, though workers are ahead of the training.
+
+    Args:
+        loader: the loader of the training.
+        gradients: gets the notes.
+        is_resumed: whether the first epoch begins in its middle: which batches are left out there is not known here.
+    """
+
+    def __init__(self, loader: Any, gradients: Gradients, is_resumed: bool) -> None:
+        self._gradients = gradients
+        self._drawn: collections.deque[Any] = collections.deque()
+        self._epochs = -1 if is_resumed else 0
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is not None:
+            kind = type(sampler)
+            drawing = type(kind.__name__, (kind,), {"__iter__": lambda own: self._draw(kind.__iter__(own))})
+            with contextlib.suppress(TypeError):  # a class of an extension
+                sampler.__class__ = drawing
+                gradients.on_remove(functools.partial(setattr, sampler, "__class__", kind))
+
+    def _draw(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._drawn.clear()
+        self._epochs += 1
+        for indices in batches:
+            if self._epochs > 0:
+                self._drawn.append(indices)
+            yield indices
+
+    def note(self) -> None:
+        if self._drawn:
+            indices = self._drawn.popleft()
+            with contextlib.suppress(UsageError, TypeError):  # no log to be written beside, or indices of another kind
+                self._gradients.note_data({"indices": list(indices)})
 
 
 def wrap_step(trainer: Any, gradients: Gradients) -> None:

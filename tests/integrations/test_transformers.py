@@ -416,3 +416,39 @@ def test_a_step_of_the_trainer_is_run_again(tmp_path: pathlib.Path, often: bool)
             facts = json.loads((pathlib.Path(folder) / "capture.json").read_text())
             assert (facts["module"], facts["in_backward"], facts["left_out"]) == ("model.norm", False, [])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)) != often
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Rows that begin with their number."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = torch.full((8,), index)
+        return {"input_ids": row, "labels": row}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rows_of_a_bad_step_are_noted(tmp_path: pathlib.Path, workers: int) -> None:
+    """In the second of two epochs, and after a resumed one; each step has two batches of two rows."""
+    for resumed in (False, True):
+        model, seen, log = llama(), [], tmp_path / f"{resumed}.jsonl"
+        bad = 2 * 2 if resumed else 5 * 2  # in the step whose first batch is this one of the training
+
+        def spoil(module: Any, args: Any, output: Any, model: Any = model, seen: Any = seen, bad: int = bad) -> Any:
+            if not model.training:
+                return None
+            seen.append(args[0][:, 0].tolist())
+            return output * math.nan if len(seen) == bad + 1 else None
+
+        model.model.embed_tokens.register_forward_hook(spoil)
+        hooks = config(rules=[{"kind": "SkipNonFinite"}], save=(), sinks=[{"kind": "Jsonl", "path": str(log)}])
+        options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "dataloader_num_workers": workers}
+        made = trainer(tmp_path, [DisthooksCallback(hooks)], model, gradient_accumulation_steps=2, **options)
+        made.train_dataset = Numbered()
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumed else None)
+        (line,) = map(json.loads, (tmp_path / f"{resumed}.jsonl.rank-0.data").read_text().splitlines())
+        step = 4 + bad // 2 if resumed else bad // 2
+        assert line["step"] == step
+        assert line["data"] == [{"indices": rows} for rows in seen[bad : bad + 2]]
