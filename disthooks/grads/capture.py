@@ -256,7 +256,7 @@ class CallTaker(_Calls):
         self.is_whole = False
         self._inside: dict[int, str] = {}  # while the call runs: the names of the modules in this one, by identity
         self._facts: dict[str, Any] = {"call": call.number, "module": call.module, "in_backward": call.in_backward}
-        self._left_out: list[str] = []
+        self._left_out: dict[str, str] = {}  # by name, what it is
         self._tensors: dict[str, torch.Tensor] = {}
         super().__init__(models)
 
@@ -293,9 +293,9 @@ class CallTaker(_Calls):
         if begun is None:
             return
         self._inside, self.is_whole = {}, True
-        names = [f"state.{canonical_name(name)}" for name, _ in begun.named_parameters()]
-        missing = [name for name in names if name not in self._tensors]
-        self._left_out += [name for name in missing if not any(each.startswith(name) for each in self._left_out)]
+        for name in (f"state.{canonical_name(name)}" for name, _ in begun.named_parameters()):
+            if name not in self._tensors:
+                self._left_out.setdefault(name, "no module that was called has it")
         for place, tensor in enumerate(floats_of(output)):
             if tensor.requires_grad and self._call.in_backward:
                 take = functools.partial(self._take_gradient, f"gradient.{place}")
@@ -318,7 +318,7 @@ class CallTaker(_Calls):
             return {kind: [self._encoded(each, f"{name}.{i}") for i, each in enumerate(value)]}
         if value is None or type(value) in (bool, int, float, str):
             return value
-        self._left_out.append(f"{name}: a {type(value).__name__}")
+        self._left_out[name] = f"a {type(value).__name__}"
         return None
 
     @torch.no_grad()
@@ -328,7 +328,7 @@ class CallTaker(_Calls):
         why = exotic(tensor.detach()) or ("too large" if tensor.nbytes > self._room else "")
         why = why or (str(tensor.dtype) if tensor.dtype in (torch.complex128, torch.complex32) else "")
         if why:
-            self._left_out.append(f"{name}: {why}, {format_bytes(tensor.nbytes)}")
+            self._left_out[name] = f"{why}, {format_bytes(tensor.nbytes)}"
             return False
         self._room -= tensor.nbytes
         self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -358,7 +358,7 @@ class CallTaker(_Calls):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             save_file(self._tensors, part / "tensors.safetensors")
-            facts = about | self._facts | {"left_out": self._left_out}
+            facts = about | self._facts | {"left_out": [f"{each}: {why}" for each, why in self._left_out.items()]}
             (part / "capture.json").write_text(json.dumps(facts), encoding="utf-8")
             part.rename(name(number))
         except Exception as error:  # safetensors has errors of its own

@@ -11,11 +11,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import importlib
 import os
 import pathlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +83,46 @@ def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     return True
+
+
+class BatchIndices:
+    """Notes for each micro-batch which samples it has: ``{"indices": [...]}``, if a batch sampler draws them.
+
+    A loader gives the batches in the order in which its sampler draws them, though workers are ahead of the training.
+
+    Args:
+        gradients: gets the notes.
+        is_resumed: whether the first epoch begins in its middle: which batches are left out there is not known here.
+    """
+
+    def __init__(self, gradients: Gradients, is_resumed: bool = False) -> None:
+        self._gradients, self._epochs = gradients, -1 if is_resumed else 0
+        self._drawn: collections.deque[Any] = collections.deque()
+
+    def follow(self, loader: Any) -> Any:
+        """Let the batch sampler of ``loader``, which is returned, tell what it draws, until the attachment ends."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is not None:
+            kind = type(sampler)
+            drawing = type(kind.__name__, (kind,), {"__iter__": lambda own: self._draw(kind.__iter__(own))})
+            with contextlib.suppress(TypeError):  # a class of an extension
+                sampler.__class__ = drawing
+                self._gradients.on_remove(functools.partial(setattr, sampler, "__class__", kind))
+        return loader
+
+    def _draw(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._drawn.clear()
+        self._epochs += 1
+        for indices in batches:
+            if self._epochs > 0:
+                self._drawn.append(indices)
+            yield indices
+
+    def note(self) -> None:
+        if self._drawn:
+            indices = self._drawn.popleft()
+            with contextlib.suppress(UsageError, TypeError):  # no log to be written beside, or indices of another kind
+                self._gradients.note_data({"indices": list(indices)})
 
 
 def save_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:

@@ -27,7 +27,7 @@ from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, portable, scalars
-from disthooks.integrations._shared import fitted_of, of_any_rank
+from disthooks.integrations._shared import BatchIndices, fitted_of, of_any_rank
 from disthooks.saved.fit import Fitted
 from disthooks.saved.report import SavedReport
 
@@ -92,6 +92,7 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self.latest: dict[str, Any] = {}
         self.saved: SavedReport | None = None
         self._optimizer: Any = None
+        self._drawn: BatchIndices | None = None
         self._state: Mapping[str, Any] = {}  # of the last fit
         self._loaded: Mapping[str, Any] = {}  # of a checkpoint
 
@@ -110,10 +111,16 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         self._optimizer = optimizer
         if (watch := self._watch()) is not None:
             wrap_closures(trainer, watch)
+            self._drawn = follow_loaders(trainer, watch)
         self._go_on(self._loaded or (self._state if trainer.global_step else {}))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin a round of ``fit``. See [Note: the callback attaches in on_fit_start]."""
+        """Note which samples the batch has, and begin a round of ``fit``.
+
+        See [Note: the callback attaches in on_fit_start].
+        """
+        if self._drawn is not None:
+            self._drawn.note()
         if (fitted := self._fitted(trainer)) is not None:
             fitted.begin_round(trainer.model, batch)
 
@@ -224,7 +231,7 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
             if prepared.saving is not None:
                 self.saved = prepared.saving.report()
         finally:
-            self.prepared = self._optimizer = None
+            self.prepared = self._optimizer = self._drawn = None
             prepared.remove()
 
 
@@ -327,6 +334,15 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         finally:
             self._trainer = None
             self._joined, self._latest = {}, {}
+
+
+def follow_loaders(trainer: Any, gradients: Gradients) -> BatchIndices:
+    """Follow the loader of the training: Lightning makes it after ``on_fit_start``, and iterates before callbacks."""
+    drawn, strategy = BatchIndices(gradients), trainer.strategy
+    made = strategy.process_dataloader
+    strategy.process_dataloader = lambda loader: drawn.follow(made(loader)) if trainer.training else made(loader)
+    gradients.on_remove(lambda: vars(strategy).pop("process_dataloader", None))
+    return drawn
 
 
 def wrap_closures(trainer: Any, gradients: Gradients) -> None:

@@ -7,15 +7,12 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
 import os
 import pathlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients
 from disthooks.grads.sinks.base import foremost, portable, scalars
 from disthooks.integrations._shared import (
+    BatchIndices,
     attach_found,
     file_in,
     fitted_of,
@@ -106,7 +104,8 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
                 connect(trainer.accelerator, gradients)
                 wrap_step(trainer, gradients)
                 if not trainer.is_deepspeed_enabled:  # its engine steps before a callback is called
-                    self._drawn = BatchIndices(kwargs.get("train_dataloader"), gradients, bool(state.global_step))
+                    self._drawn = BatchIndices(gradients, is_resumed=bool(state.global_step))
+                    self._drawn.follow(kwargs.get("train_dataloader"))
                 self._go_on(trainer, gradients, variables.get("resume_from_checkpoint"))
             except BaseException:
                 self.remove()
@@ -248,44 +247,6 @@ class WaitingCallback(DisthooksCallback):
     def remove(self) -> None:
         """Leave the attachment; the session takes it off."""
         self.prepared = self._training = None
-
-
-class BatchIndices:
-    """Notes for each micro-batch which samples it has: ``{"indices": [...]}``, if a batch sampler draws them.
-
-    A loader gives the batches in the order in which its sampler draws them, though workers are ahead of the training.
-
-    Args:
-        loader: the loader of the training.
-        gradients: gets the notes.
-        is_resumed: whether the first epoch begins in its middle: which batches are left out there is not known here.
-    """
-
-    def __init__(self, loader: Any, gradients: Gradients, is_resumed: bool) -> None:
-        self._gradients = gradients
-        self._drawn: collections.deque[Any] = collections.deque()
-        self._epochs = -1 if is_resumed else 0
-        sampler = getattr(loader, "batch_sampler", None)
-        if sampler is not None:
-            kind = type(sampler)
-            drawing = type(kind.__name__, (kind,), {"__iter__": lambda own: self._draw(kind.__iter__(own))})
-            with contextlib.suppress(TypeError):  # a class of an extension
-                sampler.__class__ = drawing
-                gradients.on_remove(functools.partial(setattr, sampler, "__class__", kind))
-
-    def _draw(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._drawn.clear()
-        self._epochs += 1
-        for indices in batches:
-            if self._epochs > 0:
-                self._drawn.append(indices)
-            yield indices
-
-    def note(self) -> None:
-        if self._drawn:
-            indices = self._drawn.popleft()
-            with contextlib.suppress(UsageError, TypeError):  # no log to be written beside, or indices of another kind
-                self._gradients.note_data({"indices": list(indices)})
 
 
 def wrap_step(trainer: Any, gradients: Gradients) -> None:

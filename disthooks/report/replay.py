@@ -104,17 +104,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_copy = str(func).startswith("aten.copy_")  # it does not read what it writes to
         leaves = tree_leaves((args[1:] if is_copy else args, kwargs or {}))
         leaves = [each for each in leaves if isinstance(each, (torch.Tensor, float))]
-        given = [
-            torch.as_tensor(each, dtype=None if isinstance(each, torch.Tensor) else torch.float64) for each in leaves
-        ]
+        given = [each if isinstance(each, torch.Tensor) else torch.tensor(each, dtype=torch.float64) for each in leaves]
         given = floats_of(given)
         before = _rank(given)
-        said = tuple(map(_described, leaves))  # before the operator, which may change its arguments
+        said = tuple(map(_described, leaves)) if func._schema.is_mutable else ()  # before it changes them
         result = func(*args, **(kwargs or {}))
         made = floats_of(result)
         if after := _rank(made):
             operator = None
             if after > before:
+                said = said or tuple(map(_described, leaves))
                 operator = Operator(str(func), *_place(), said, tuple(map(_described, made)))
             written = (self._writers.get(_storage(each)) for each in given if _rank([each]))
             self._seen.append(([each for each in written if each is not None], operator))
@@ -159,11 +158,11 @@ def _described(value: Any) -> str:
     text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if value.numel() == 0 or value.dtype is torch.bool or value.is_complex():
         return text
-    wide = value.detach().double()
-    finite = wide[wide.isfinite()]
+    plain = value.detach().float() if value.dtype.itemsize == 1 else value.detach()
+    finite = plain[plain.isfinite()]
     ranged = f", {finite.min():.4g} to {finite.max():.4g}" if finite.numel() else ""
-    words = {"NaN": wide.isnan(), "inf": wide.isposinf(), "-inf": wide.isneginf()}
-    counts = [f"{int(where.sum())} of {wide.numel()} {word}" for word, where in words.items() if bool(where.any())]
+    words = {"NaN": plain.isnan(), "inf": plain.isposinf(), "-inf": plain.isneginf()}
+    counts = [f"{int(where.sum())} of {plain.numel()} {word}" for word, where in words.items() if bool(where.any())]
     return text + ranged + "".join(f", {count}" for count in counts)
 
 
@@ -195,13 +194,14 @@ class _Capture(NamedTuple):
     @classmethod
     def read(cls, folder: pathlib.Path) -> _Capture:
         try:
+            from safetensors import SafetensorError
             from safetensors.torch import load_file
         except ImportError:
             raise UsageError("replay reads with the package safetensors: pip install 'disthooks[capture]'") from None
         try:
             facts = json.loads((folder / "capture.json").read_text(encoding="utf-8"))
             return cls(facts, load_file(folder / "tensors.safetensors"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UsageError(f"{folder} is no capture of rerun(capture=...): {error}") from error
 
     def put_into(self, module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:

@@ -420,3 +420,33 @@ def test_a_step_of_lightning_is_run_again(tmp_path: pathlib.Path, accumulate: in
     (folder,) = said[0]["rerun_capture"]
     assert json.loads((pathlib.Path(folder) / "capture.json").read_text())["module"] == "net.1"
     assert all(torch.equal(a, b) for a, b in zip(*weights[:2], strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rows_of_a_bad_step_are_noted(tmp_path: pathlib.Path, workers: int) -> None:
+    """In the first epoch and in the second, with a validation between them; each step has two batches of two rows."""
+    rows = torch.arange(12.0)[:, None, None].expand(12, 8, 16) / 12
+    for bad in (1, 4):
+        seen: list[list[int]] = []
+
+        class Numbered(Lit):
+            def training_step(self, batch: Any, index: int, seen: Any = seen, bad: int = bad) -> torch.Tensor:
+                seen.append((12 * batch[0][:, 0, 0]).round().int().tolist())
+                loss = super().training_step(batch, index)
+                return loss * math.nan if len(seen) == 2 * bad + 1 else loss
+
+            def train_dataloader(self) -> Any:
+                return DataLoader(TensorDataset(rows), 2, shuffle=True, num_workers=workers)
+
+            def val_dataloader(self) -> Any:
+                return DataLoader(TensorDataset(rows), 2)
+
+        log = tmp_path / f"{bad}.jsonl"
+        watch = {"every": 1, "rules": [{"kind": "SkipNonFinite"}], "stats": [{"kind": "Norm"}]}
+        hooks = {"watch": watch | {"sinks": [{"kind": "Jsonl", "path": str(log)}]}}
+        options = {"max_steps": 6, "accumulate_grad_batches": 2, "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        L.Trainer(callbacks=[DisthooksCallback(hooks)], **options).fit(Numbered())
+        (line,) = map(json.loads, log.with_name(f"{log.name}.rank-0.data").read_text().splitlines())
+        assert line["step"] == bad
+        assert line["data"] == [{"indices": each} for each in seen[2 * bad : 2 * bad + 2]]

@@ -108,11 +108,14 @@ def test_arguments_of_all_kinds(tmp_path: pathlib.Path) -> None:
     assert (found.operator.name, found.left_out) == ("aten.div.Tensor", tuple(facts["left_out"]))
 
 
-def test_what_is_too_large_is_left_out(tmp_path: pathlib.Path) -> None:
-    with mock.patch("disthooks.grads.capture._MOST", 40):
+@pytest.mark.parametrize(
+    ("most", "left_out"), [(40, "input.0: too large, 48 B"), (70, "state.weight: too large, 16 B")]
+)
+def test_what_is_too_large_is_left_out(most: int, left_out: str, tmp_path: pathlib.Path) -> None:
+    """The input has 48 bytes, the bias and then the weight 16 each."""
+    with mock.patch("disthooks.grads.capture._MOST", most):
         (record,) = train(Net(), tmp_path)
-    # The bias comes first, 16 bytes; the input of 48 bytes has no room.
-    assert facts_of(record)["left_out"] == ["input.0: too large, 48 B"]
+    assert facts_of(record)["left_out"] == [left_out]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -152,6 +155,16 @@ def test_no_module_made_it(tmp_path: pathlib.Path) -> None:
         optimizer.step()
     assert records[0]["rerun_why"].startswith("no module was found that made it")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_on_purpose_is_not_to_blame_for_the_loss(tmp_path: pathlib.Path) -> None:
+    model = Parts(lambda self, x: self.mask(x).softmax(-1) * x, mask=Scaled(masked))
+    records: list[dict[str, Any]] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[records.append], every=1) as watch:
+        watch.rerun(lambda x: model(x).sum().sqrt().backward(), tmp_path)(torch.zeros(3, 4))
+        optimizer.step()
+    assert records[0]["rerun_why"].startswith("no module was found that made it")
 
 
 def test_at_most_so_many_are_written_and_none_is_replaced(tmp_path: pathlib.Path) -> None:
@@ -275,6 +288,11 @@ NAMED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "a",
         "aten.div.Tensor",
     ),
+    "a sum of two readers, of which the second made it": (
+        lambda: Parts(siblings, first=Scaled(), a=Scaled(), b=Scaled(root_of_nothing)),
+        "b",
+        "aten.div.Tensor",
+    ),
     "code of the model, backward": (
         lambda: Parts(lambda self, x: root_of_nothing(self.first(x)) + 1, first=Scaled()),
         "",
@@ -318,6 +336,18 @@ def test_the_module_is_named_and_replayed(name: str, tmp_path: pathlib.Path) -> 
     facts = facts_of(record)
     assert (facts["module"], facts["left_out"]) == (module, [])
     assert replay(record["rerun_capture"][0], build).operator.name == operator
+
+
+def test_the_micro_batch_is_told(tmp_path: pathlib.Path) -> None:
+    """Of two calls of one module, each with a backward of its own, the second one's gradient of its weight is bad."""
+    model, records = Scaled(lambda x: x.abs().sqrt()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[records.append], every=1) as watch:
+        call = watch.rerun(lambda x: model(x).square().sum().backward(), tmp_path)
+        call(torch.ones(3, 4))
+        call(torch.zeros(3, 4))
+        optimizer.step()
+    assert (facts_of(records[0])["call"], facts_of(records[0])["in_backward"]) == (1, True)
 
 
 def test_two_models_of_one_step(tmp_path: pathlib.Path) -> None:

@@ -81,8 +81,10 @@ def test_another_model_is_an_error(tmp_path: pathlib.Path) -> None:
         replay(folder, lambda: torch.nn.Linear(1, 1))
     with pytest.raises(UsageError, match=r"the model that was built is another: .*'weight'"):
         replay(folder, lambda: torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity()))
-    with pytest.raises(UsageError, match=r"is no capture of rerun\(capture=...\)"):
-        replay(tmp_path, lambda: build("log_of_zero"))
+    (folder / "tensors.safetensors").write_bytes(b"half")
+    for wrong in (tmp_path, folder):
+        with pytest.raises(UsageError, match=r"is no capture of rerun\(capture=...\)"):
+            replay(wrong, lambda: build("log_of_zero"))
 
 
 def test_what_is_finite_here_is_said(tmp_path: pathlib.Path) -> None:
