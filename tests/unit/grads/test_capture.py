@@ -77,6 +77,7 @@ def test_a_capture_has_the_call_and_training_has_the_bits_of_a_skip(tmp_path: pa
     facts = facts_of(record)
     assert (facts["module"], facts["class"], facts["call"], facts["in_backward"]) == ("unit", "Unit", 0, False)
     assert (facts["args"], facts["kwargs"], facts["left_out"]) == ([{"tensor": "input.0"}], {}, [])
+    assert facts["training"] == [""]
     from safetensors.torch import load_file
 
     tensors = load_file(tmp_path / "step-2.rank-0" / "tensors.safetensors")
