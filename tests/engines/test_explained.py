@@ -138,7 +138,7 @@ def buckets(prepared: Prepared) -> int | None:
     """The bytes of DDP's buckets; torch's own reducer tells them in its logging data, the new ones late."""
     if prepared.spec.kind != "ddp":
         return None
-    if (fake := getattr(prepared.model.reducer, "_held", None)) is not None:
+    if (fake := getattr(prepared.model.reducer, "held", None)) is not None:
         return sum(bucket.nbytes for bucket in fake["buckets"])
     said = prepared.model._get_ddp_logging_data()
     return sum(int(size) for size in (said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]).split(", "))

@@ -32,14 +32,14 @@ _SILENT |= {"_set_ddp_runtime_logging_sample_rate", "_check_reducer_finalized"}
 
 
 class FakeReducer:
-    """Stands in for ``torch.distributed.Reducer``; it holds buckets, and maps that say which parameters were used."""
+    """Stands in for ``torch.distributed.Reducer``; ``held`` has buckets, and maps of the parameters that are used."""
 
     def __init__(self, *arguments: Any) -> None:
         # As DDP gives them to the C++ class.
         params, bucket_indices, _, _, is_sparse, _, finds_unused, has_views = arguments[:8]
         if any(is_sparse):
             raise UsageError("DDP with sparse gradients has no buckets for them, and is not explained")
-        self._held: dict[str, list[torch.Tensor]] = {"buckets": [], "maps": []}
+        self.held: dict[str, list[torch.Tensor]] = {"buckets": [], "maps": []}
         self._handles: list[Any] = []
         self._count = len(params)
         if finds_unused:
@@ -48,15 +48,15 @@ class FakeReducer:
             members = [params[index] for index in indices]
             sizes = [member.numel() for member in members]
             with torch.no_grad():
-                self._held["buckets"].append(members[0].new_empty(sum(sizes)))
-                views = torch.split(self._held["buckets"][-1], sizes)
+                self.held["buckets"].append(members[0].new_empty(sum(sizes)))
+                views = torch.split(self.held["buckets"][-1], sizes)
             for member, view in zip(members, views if has_views else (), strict=False):
                 hook = _becomes(view.view(member.shape))
                 self._handles.append(member.register_post_accumulate_grad_hook(hook))
 
     def _set_static_graph(self) -> None:
         with torch.no_grad():
-            self._held["maps"] = [torch.zeros(self._count, dtype=torch.int32) for _ in range(2)]
+            self.held["maps"] = [torch.zeros(self._count, dtype=torch.int32) for _ in range(2)]
 
     def _remove_autograd_hooks(self) -> None:
         for handle in self._handles:

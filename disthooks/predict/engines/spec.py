@@ -433,9 +433,8 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
     if prepared.optimizer is not None:
         for state in prepared.optimizer.state.values():
             yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
-    reducer: Any = getattr(model, "reducer", None)
-    for name in ("buckets", "used_maps"):  # of DDP in a fake run
-        yield from (("communication", each) for each in getattr(reducer, name, ()))
+    of_reducer: dict[str, list[torch.Tensor]] = getattr(getattr(model, "reducer", None), "held", {})  # in a fake run
+    yield from (("communication", each) for tensors in of_reducer.values() for each in tensors)
     yield from (("buffers", each) for buffer in model.buffers() for each in _parts(buffer))
 
 
