@@ -44,6 +44,7 @@ CAUSES: dict[str, Cause] = {
     "cast_to_half": Cause(lambda x: x.half().float(), 70_000.0, SINGLE, "aten._to_copy", True),
     "root_of_negative": Cause(lambda x: x**0.5, -2.0, SINGLE, "aten.pow", False),
     "mean_of_nothing": Cause(lambda x: x * x[:0].mean(), 1.0, SINGLE, "aten.mean", False),
+    "with_a_constant": Cause(lambda x: (x @ torch.eye(4) * 1e30).square(), 1.0, SINGLE, "aten.pow", True),
     "masked_overflow": Cause(
         lambda x: (x + torch.finfo(HALF).min).masked_fill(x > 0, -math.inf).softmax(-1), -1000.0, HALF, "aten.add", True
     ),

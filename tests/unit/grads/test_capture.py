@@ -290,7 +290,7 @@ NAMED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "aten.div.Tensor",
     ),
     "a sum of two readers, of which the second made it": (
-        lambda: Parts(siblings, first=Scaled(), a=Scaled(), b=Scaled(root_of_nothing)),
+        lambda: Parts(siblings, first=Scaled(), a=nn.Tanh(), b=Parts(lambda self, x: root_of_nothing(x))),
         "b",
         "aten.div.Tensor",
     ),
@@ -366,14 +366,15 @@ def test_gradients_and_rules_are_those_of_a_step_without_a_capture(tmp_path: pat
     found = []
     for folder in (None, tmp_path):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters())
         with dh.gradients(model, optimizer, rules=[dh.SkipSpike(loss=False), dh.AdaGC()]) as watch:
-            call = watch.rerun(lambda x, net=model: net(x).square().mean().backward(), folder)
+            call = watch.rerun(lambda x, net=model: (net(x).square() * x.square().mean()).mean().backward(), folder)
             for step in range(80):
                 x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
                 call(x * (1 if step != 75 else 1e4))
                 optimizer.step()
+                assert watch.was_skipped == (step == 75)
                 if step == 75:
                     found.append([each.grad.clone() for each in model.parameters()])
                 optimizer.zero_grad()

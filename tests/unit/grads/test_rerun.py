@@ -430,3 +430,15 @@ def test_calls_without_a_step_are_not_held() -> None:
             optimizer.zero_grad(set_to_none=False)
         del x
         assert sum(each() is not None for each in seen) <= 1
+
+
+def test_random_numbers_go_on_where_the_step_was() -> None:
+    """The loop draws some between its call and the step; dropout of the next step depends on how many."""
+    clean, found = (
+        train(
+            spoil=lambda fault, step, at=at: setattr(fault, "left", int(step == at)), between=lambda *_: torch.rand(3)
+        )
+        for at in (-1, 2)
+    )
+    assert found[1][2]["rerun"] == "transient"
+    assert all(map(torch.equal, clean[0].values(), found[0].values()))

@@ -1,4 +1,4 @@
-"""Twenty-one causes of steps that are not finite: each is captured here, and replayed from its folder elsewhere."""
+"""Twenty-two causes of steps that are not finite: each is captured here, and replayed from its folder elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -92,3 +93,34 @@ def test_what_is_finite_here_is_said(tmp_path: pathlib.Path) -> None:
     model = build("log_of_zero")
     model[1].function = torch.nn.functional.relu
     assert replay(folder, lambda: model).verdict == "it is not reproduced here: what the call gives is finite"
+
+
+def test_memory_that_nobody_filled_made_nothing(tmp_path: pathlib.Path) -> None:
+    """torch fills it with NaN if all is to be deterministic; elsewhere it may have anything."""
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[:, :2], out[:, 2:] = x[:, :2], x[:, 2:].log()
+        return out
+
+    def made() -> torch.nn.Module:
+        model = build("log_of_zero")
+        model[1].function = half
+        return model
+
+    folder = captured("log_of_zero", tmp_path, made())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert replay(folder, made).operator.name == "aten.log.default"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_weight_that_is_left_out_is_that_of_the_model_in_each_dtype(tmp_path: pathlib.Path) -> None:
+    with mock.patch("disthooks.grads.capture._MOST", 50):
+        folder = captured("log_of_zero", tmp_path)
+    found = replay(folder, lambda: build("log_of_zero"))
+    assert (found.left_out, found.finite_in) == (
+        ("state.weight: too large, 16 B",),
+        {"float32": False, "float64": False},
+    )
