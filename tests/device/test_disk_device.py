@@ -17,13 +17,13 @@ from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, given, gradient
 from tests.support.stores.faulty import soon
-from tests.support.stores.inside import device_bytes
+from tests.support.stores.inside import device_bytes, worker_of
 from tests.support.stores.moving import Gate, alone, shut  # noqa: F401
 
 
 def clean(store: dh.OnDisk) -> bool:
     """Whether nothing is held, in flight, in the file or on its way any more."""
-    moving = store.open().worker
+    moving = worker_of(store)
 
     def nothing() -> bool:
         gc.collect()

@@ -20,7 +20,7 @@ from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
-from tests.support.stores.inside import device_bytes, in_host
+from tests.support.stores.inside import device_bytes, in_host, offload_of
 
 KIB, MiB = 1 << 10, 1 << 20
 
@@ -83,7 +83,7 @@ def test_the_bound_holds(device: torch.device, parts: int) -> None:
     simulated.delays(2e-3)
     x = given(device)
     store = dh.OnCpu(in_flight=parts * x.nbytes)
-    offload = store.open().offload(device)
+    offload = offload_of(store, device)
     most = max(parts, 1) * x.nbytes
     for _ in range(3):
         with dh.saving(every(store)):
@@ -214,7 +214,7 @@ def test_it_comes_back_ahead(device: torch.device) -> None:
 
 def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
     """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
-    offload = dh.OnCpu().open().offload(device)
+    offload = offload_of(dh.OnCpu(), device)
     offload._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
 
     class Transfer:
@@ -233,7 +233,7 @@ def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> No
     for pin in (True, False):
         store = dh.OnCpu(pin_memory=pin, in_flight=0)
         assert torch.equal(step(store, x), gradient(x))
-        assert store.open().offload(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
+        assert offload_of(store, device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
 
 
 def test_the_order_changes(device: torch.device) -> None:
@@ -328,7 +328,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
         store.wait()
         for _ in range(3):  # brought back, and not there yet when it is dropped
             ticket = store.put(x.clone())
-            store.open().offload(device).set_device_limit(0)
+            offload_of(store, device).set_device_limit(0)
             store.get(ticket)
             del ticket
         assert tier(store).held > 1 << 20
@@ -338,7 +338,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
 
 def _host(store: dh.OnCpu, device: torch.device) -> int:
     """Bytes of host memory that what was sent takes."""
-    return store.open().offload(device).pool.in_use
+    return offload_of(store, device).pool.in_use
 
 
 def test_one_survivor_counts_as_the_memory_that_it_keeps(device: torch.device) -> None:

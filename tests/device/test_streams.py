@@ -18,7 +18,7 @@ from disthooks.saved import contents
 from disthooks.saved.pipeline import pipeline
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, is_clean, only_simulated
-from tests.support.stores.inside import in_host, limit_device
+from tests.support.stores.inside import in_host, limit_device, offload_of
 
 N = 50_000
 TIME = 0.05  # seconds in which what does not wait would be done
@@ -57,7 +57,7 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
     with simulated.held(side):
         with on(side):
             ticket = store.put(copied(x))
-        assert ticket.entry in store.open().offload(device)._staying
+        assert ticket.entry in offload_of(store, device)._staying
         thread, found = None, []
         if how == "room":
             limit_device(store, 0)
@@ -118,7 +118,7 @@ def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.devic
             with on(second), torch.no_grad():
                 seen.copy_(y)
             del y
-            store.open().offload(device).device_bytes  # noqa: B018  what is copied is let go of
+            offload_of(store, device).device_bytes  # noqa: B018  what is copied is let go of
             with on(first):
                 for _ in range(4):
                     torch.empty(N, device=device).copy_(junk, non_blocking=True)
@@ -135,7 +135,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
     with dh.saving(every(store)):
         y = chain(x)
     torch.accelerator.synchronize(device)
-    flying = [transfer for transfer in store.open().offload(device)._flying if transfer.outgoing.source is not None]
+    flying = [transfer for transfer in offload_of(store, device)._flying if transfer.outgoing.source is not None]
     with monkeypatch.context() as patch:
         patch.setattr(_torch, "_HAS_GRAPHS", True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -18,7 +18,7 @@ from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain
 from tests.support.stores.faulty import soon
-from tests.support.stores.inside import device_bytes
+from tests.support.stores.inside import device_bytes, offload_of
 
 
 def down(folder: pathlib.Path, kind: str) -> list[object]:
@@ -192,7 +192,7 @@ def test_a_store_in_a_tier_still_looks_ahead_by_itself(device: torch.device) -> 
             del y
             gc.collect()
         ahead.append(host.report()[0].ahead - before)
-        assert host.open().offload(device).most == 4 * x.nbytes
+        assert offload_of(host, device).most == 4 * x.nbytes
     with dh.saving(host, at_least=0):
         y = chain(x, 30)
     before = host.report()[0].ahead

@@ -19,6 +19,7 @@ from disthooks.saved.pipeline import pipeline
 from disthooks.saved.stores.base import StoreReport
 from tests.support.models import identical, perceptron, step
 from tests.support.stores.copies import Copies
+from tests.support.stores.inside import worker_of
 
 LIMIT = 60.0  # seconds, for what takes milliseconds unless it hangs
 
@@ -117,7 +118,7 @@ def test_a_destructor_waits_for_no_lock(tmp_path: pathlib.Path) -> None:
     holds, may_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with store.open().worker._lock:
+        with worker_of(store)._lock:
             holds.set()
             may_go.wait(2 * LIMIT)
 

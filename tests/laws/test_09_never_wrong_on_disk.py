@@ -15,6 +15,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from tests.support.stores.inside import file_of, worker_of
 from tests.support.stores.moving import (
     Gate,
     Nth,
@@ -154,7 +155,7 @@ def test_short_writes_and_reads_are_completed(
     store = dh.OnDisk(tmp_path, direct=direct)
     sizes = [size for size in SIZES if size / most < 2000]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    aligned = store.open().file.direct
+    aligned = file_of(store).direct
     monkeypatch.setattr(os, "pwrite", lambda fd, memory, at: write(fd, bytes_of(memory, most, aligned), at))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [bytes_of(into[0], most, aligned)], at))
     for tensor in tensors:
@@ -176,7 +177,7 @@ def test_a_file_that_was_cut_off_is_an_error(left: int, direct: Any, tmp_path: p
     with dh.saving(pipe(store)):
         y = chain(x, 12)
     store.wait()
-    os.truncate(store.open().file._fd, left)
+    os.truncate(file_of(store)._fd, left)
     assert "too soon" in str(error_of(y.backward))
     del y
     assert clean(store)
@@ -190,7 +191,7 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
     (y,) = forward(store, x)
     gate.open.set()
     assert "Input/output error" in str(error_of(lambda: [store.drop(store.put(x)) for _ in range(100_000)]))
-    assert store.open().worker.in_flight > 0
+    assert worker_of(store).in_flight > 0
     (grad,) = torch.autograd.grad(y, x, retain_graph=True)
     assert torch.equal(grad, truth(x))
     store.wait()
@@ -211,7 +212,7 @@ def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: path
     x = torch.rand(50_000)
     ticket = store.put(x)
     store.wait()
-    assert store.open().file.fileno() >= 512
+    assert file_of(store).fileno() >= 512
     with contextlib.suppress(OSError):
         os.close(theirs)  # a second time
     assert torch.equal(store.get(ticket), x)

@@ -25,6 +25,7 @@ from tests.support.models import identical, perceptron
 from tests.support.models import step as step_of
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import worker_of
 from tests.support.stores.moving import Nth, error_of, movers, read, right, step, write
 
 # --- A thread that raises
@@ -71,7 +72,7 @@ def test_an_error_of_the_worker_is_raised_and_nobody_waits_for_it(
 ) -> None:
     """The next ``put`` or ``get`` raises it once, and what was put before is right."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.arange(3000.0)
-    raised, faults, work, mine = 0, iter([True]), getattr(ReadAhead, method), store.open().worker._ahead
+    raised, faults, work, mine = 0, iter([True]), getattr(ReadAhead, method), worker_of(store)._ahead
 
     def fails(*args: object) -> object:
         if args[0] is mine and next(faults, False):  # threads of other tests may be idle
@@ -183,7 +184,7 @@ def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> 
 def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.Path) -> None:
     """A step may run at exit, after the threads of the store ended. What it puts stays in memory."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.linspace(-2, 2, 5000, requires_grad=True)
-    store.open().worker.close()
+    worker_of(store).close()
     with dh.saving(store, at_least=0):
         y = x.sin().cos().tan().sum()
     store.wait()
@@ -204,7 +205,7 @@ def test_the_failure_of_another_tensor_is_not_that_of_this_one(
     tiers.wait()
     monkeypatch.setattr(os, "pwrite", full)
     two = tiers.put(second)
-    worker = tiers.stores[0].open().worker
+    worker = worker_of(tiers.stores[0])
     with worker._lock:
         worker._flush()  # it is written at once
     assert soon(lambda: worker._failed is not None)

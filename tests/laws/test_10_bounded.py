@@ -28,6 +28,7 @@ from disthooks.saved.stores.disk import OnDisk
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import file_of, queue_of
 from tests.support.stores.moving import chain, truth
 
 # --- A limit holds
@@ -105,7 +106,7 @@ MIB = 1 << 20
 
 
 def _blocks(store: OnDisk) -> int:
-    return store.open().file.resident
+    return file_of(store).resident
 
 
 def test_one_survivor_does_not_keep_the_blocks_of_its_slab(tmp_path: pathlib.Path) -> None:
@@ -150,7 +151,7 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
                 assert torch.equal(store.get(ticket), was)
                 store.drop(ticket)
         assert _blocks(store) <= 3 * MIB + MIB // 2
-    assert store.open().file._has_holes
+    assert file_of(store)._has_holes
     store.wait()
     for ticket, was in here:
         assert torch.equal(store.get(ticket), was)
@@ -294,5 +295,5 @@ def test_the_queues_of_tiers_do_not_grow() -> None:
     stays = tiers.put(torch.zeros(1))
     for _ in range(10_000):
         tiers.drop(tiers.put(torch.ones(1)))
-    assert len(tiers.open().queue(0, torch.device("cpu"))) < 2100
-    assert tiers.open().queue(0, torch.device("cpu")).last() is stays
+    assert len(queue_of(tiers, 0, torch.device("cpu"))) < 2100
+    assert queue_of(tiers, 0, torch.device("cpu")).last() is stays

@@ -16,6 +16,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import file_of, worker_of
 from tests.support.stores.moving import Gate, chain, clean, opened, pipe, read, right, slow, truth, write
 
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
@@ -24,13 +25,13 @@ X = torch.linspace(-2, 2, 5000)
 
 def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: Gate) -> None:
     store = opened(gate, tmp_path)
-    stats = store.open().worker.stats
+    stats = worker_of(store).stats
     tickets = [store.put(X)]
     assert soon(lambda: gate.waiting == 1)
     tickets += [store.put(X + i) for i in range(8)]
     for ticket in tickets:
         store.drop(ticket)
-    assert store.open().worker.in_flight == X.nbytes
+    assert worker_of(store).in_flight == X.nbytes
     gate.open.set()
     store.wait()
     assert (stats.never_written, gate.waiting) == (8 * X.nbytes, 1)
@@ -50,7 +51,7 @@ def test_what_is_wanted_in_time_is_never_read(
     store = opened(gate, tmp_path, direct=False)
     x, y = forward(store)
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
-    stats = store.open().worker.stats
+    stats = worker_of(store).stats
     assert stats.from_memory == 12 * X.nbytes
     gate.open.set()
     del y
@@ -61,7 +62,7 @@ def test_what_is_wanted_in_time_is_never_read(
 
 def step(store: dh.OnDisk, length: int = 12) -> Any:
     """A step whose tensors are all on disk before its backward begins; what moved in it."""
-    stats = store.open().worker.stats
+    stats = worker_of(store).stats
     before = stats.read, stats.ahead, stats.in_vain
     x, y = forward(store, length)
     store.wait()
@@ -74,7 +75,7 @@ def step(store: dh.OnDisk, length: int = 12) -> Any:
 def test_a_prefetch_takes_no_room_from_what_was_read_before_it(tmp_path: pathlib.Path) -> None:
     """``Tiered`` asks for more than ``in_flight`` has room for, in the order in which backward reads."""
     store = dh.OnDisk(tmp_path, in_flight=3 * X.nbytes)
-    disk, stats = store.open(), store.open().worker.stats
+    disk, stats = store.open(), worker_of(store).stats
     tickets = [disk.put(X + i) for i in range(6)]
     disk.wait()
     for ticket in tickets[:3]:
@@ -105,7 +106,7 @@ def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
     """
     monkeypatch.setattr(os, "preadv", slow(read, 0.001))
     store = dh.OnDisk(tmp_path, in_flight=5 * X.nbytes + 1000)
-    stats = store.open().worker.stats
+    stats = worker_of(store).stats
 
     def read_all(order: str) -> tuple[int, int]:
         """The bytes that were read ahead, and in vain."""
@@ -131,7 +132,7 @@ def test_never_more_than_in_flight_is_on_its_way(
 ) -> None:
     """The bound holds for writes and for reads; a tensor that is larger than the bound goes alone."""
     store = dh.OnDisk(tmp_path, in_flight=budget)
-    offload, most = store.open().worker, collections.Counter()
+    offload, most = worker_of(store), collections.Counter()
 
     def look(name: str, call: Any) -> Any:
         def looked(*args: Any) -> int:
@@ -171,7 +172,7 @@ def test_each_process_has_a_directory_of_its_own(tmp_path: pathlib.Path, monkeyp
     monkeypatch.setenv("LOCAL_RANK", "3")
     store = dh.OnDisk(tmp_path / "rank{local_rank}")
     assert right(store)
-    assert os.path.realpath(store.open().file.directory) == str(tmp_path / "rank3")
+    assert os.path.realpath(file_of(store).directory) == str(tmp_path / "rank3")
 
 
 @pytest.mark.parametrize("direct", [True, False, "auto"])
@@ -180,19 +181,19 @@ def test_direct_writes_are_used_where_they_are_possible(where: str, direct: Any,
     folder = "/dev/shm" if where == "memory" else tmp_path
     if not os.path.isdir(folder):
         pytest.skip("no /dev/shm")
-    if direct is True and not dh.OnDisk(folder).open().file.direct:
+    if direct is True and not file_of(dh.OnDisk(folder)).direct:
         with pytest.raises(StoreError, match="takes no direct writes"):
             dh.OnDisk(folder, direct=True)
         return
     store = dh.OnDisk(folder, direct=direct)
-    assert store.open().file.direct is (direct is not False and store.open().file.why_buffered == "")
+    assert file_of(store).direct is (direct is not False and file_of(store).why_buffered == "")
     assert right(store)
     assert step(store)[0] == 12 * X.nbytes
 
 
 def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
-    file = store.open().file
+    file = file_of(store)
 
     def size() -> int:
         return os.fstat(file._fd).st_size

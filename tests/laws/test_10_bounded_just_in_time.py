@@ -17,6 +17,7 @@ import disthooks as dh
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.host import AlignedPool
 from tests.support.stores.faulty import soon
+from tests.support.stores.inside import worker_of
 
 pytestmark = pytest.mark.any_device
 
@@ -36,7 +37,7 @@ class Slow(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         time.sleep(ctx.seconds / 2)
-        mover = ctx.store.open().worker
+        mover = worker_of(ctx.store)
         Slow.noted.append(sum(group.nbytes for group in list(mover._ahead.groups) if group.ahead))
         time.sleep(ctx.seconds / 2)
         return grad * 2 + 0 * x, None, None
@@ -89,7 +90,7 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     store = dh.OnDisk(tmp_path)
     for _ in range(2):
         _step(store, 0.05)
-    assert store.open().worker.buffers._bytes <= 2 << 20
+    assert worker_of(store).buffers._bytes <= 2 << 20
 
 
 @pytest.mark.parametrize("rows", [256, 16])
@@ -114,7 +115,7 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     del y
     (tier,) = store.report()
     assert tier.held == 0
-    mover = store.open().worker
+    mover = worker_of(store)
     assert soon(lambda: mover.in_flight == 0 and not mover._ahead.planned)
     store.release_idle()
     assert soon(lambda: mover.file.in_use == 0)  # a thread may be reading in this moment

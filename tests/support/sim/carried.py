@@ -11,6 +11,7 @@ import torch
 
 import disthooks as dh
 from tests.support.sim import simulated
+from tests.support.stores.inside import offload_of
 from tests.support.stores.moving import chain, pipe
 
 #: All tensors go to the store, however small.
@@ -36,7 +37,7 @@ def step(store: Any, x: torch.Tensor, length: int = 12) -> torch.Tensor:
 def is_clean(store: dh.OnCpu, device: torch.device) -> bool:
     """Whether nothing is held any more: on the device, in flight, under the limit."""
     torch.accelerator.synchronize(device)
-    offload = store.open().offload(device)
+    offload = offload_of(store, device)
     idle = offload.device_bytes == 0 and not (offload._staying or offload._open or offload._flying or offload._coming)
     return idle and store.budget.held == 0 and not offload._link._sent and not offload._link._coming
 

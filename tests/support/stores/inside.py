@@ -9,6 +9,25 @@ import torch
 import disthooks as dh
 
 
+def worker_of(store: dh.OnDisk) -> Any:
+    """What moves the tensors of the store between memory and its file."""
+    return store.open().worker
+
+
+def file_of(store: dh.OnDisk) -> Any:
+    return store.open().file
+
+
+def offload_of(store: dh.OnCpu, device: torch.device) -> Any:
+    """What copies the tensors of ``device``."""
+    return store.open().offload(device)
+
+
+def queue_of(tiers: dh.Tiered, tier: int, device: torch.device) -> Any:
+    """The tensors that have to make room in a tier."""
+    return tiers.open().queue(tier, device)
+
+
 def device_bytes(store: Any, device: torch.device | None = None) -> int:
     """Bytes that a store, or all stores of a ``Tiered``, have on ``device`` for a while; None for all devices."""
     opened = store.open()
