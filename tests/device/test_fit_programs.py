@@ -166,7 +166,7 @@ def without() -> dict[str, tuple[list[torch.Tensor], int]]:
     return {}
 
 
-@pytest.mark.first_tier(program=(accumulated, preferred), stages=(MOVED,))
+@pytest.mark.first_tier(program=(accumulated,), stages=(MOVED,))
 @pytest.mark.full_tier(program=(with_itself_as_reference,))
 @pytest.mark.full_tier(program=(preferred, applied_three_times, generated, against_each_other), stages=(RECOMPUTED,))
 @pytest.mark.full_tier(share=(0.8,))

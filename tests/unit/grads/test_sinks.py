@@ -186,6 +186,7 @@ def test_lines_tell_runs_apart(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     assert {record["restart"] for record in records} == {2}
 
 
+@pytest.mark.second_tier
 def test_a_restart_of_the_launcher_is_the_same_run() -> None:
     """Workers of one launcher, here this process, have one name; another process without a launcher its own."""
     script = "from disthooks.grads.sinks import local; print(local.run(), local.restart())"

@@ -53,6 +53,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return found
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_operator_is_named_and_whether_the_precision_is_the_cause(name: str, told: Told) -> None:
     cause, found = CAUSES[name], told[name]

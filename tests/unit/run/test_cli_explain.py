@@ -76,6 +76,7 @@ def test_explain_says_what_is_wrong_where_and_what_to_do(tmp_path: pathlib.Path)
         assert "kernels.py" not in error, "a line of disthooks is no place in the user's code"
 
 
+@pytest.mark.second_tier
 def test_explain_shows_a_warning_once(tmp_path: pathlib.Path) -> None:
     (tmp_path / "models.py").write_text(ARGUMENTS)
     told = process("explain", f"{tmp_path}/models.py:warns", "--device", "cpu", "--fits", "1 MiB")
