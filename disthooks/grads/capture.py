@@ -229,7 +229,10 @@ class BadCallFinder(_Calls):
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with the function of each tensor in tuples, lists and dicts; other objects are as they were."""
+    """``value`` with the function of each tensor in tuples, lists and dicts; other objects are as they were.
+
+    Not by pytree, which makes new objects of others, too: a module would fill a cache that nobody reads.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) is dict:
@@ -349,11 +352,11 @@ class CallTaker(_Calls):
         """
         if not self.is_whole:
             return 0
-        from safetensors.torch import save_file
-
         name = functools.partial(capture_folder, folder, about["step"], about["rank"])
         part = name().with_name(f".{name().name}.part")
         try:
+            from safetensors.torch import save_file
+
             number = next(each for each in itertools.count(1) if not name(each).exists())
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)

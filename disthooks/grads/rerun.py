@@ -293,8 +293,10 @@ class Rerun:
         has_others = others.put_back()
         second = run()
         is_other, is_here = self._differs(first, (self._bits(), self._returned, self._measured(second, is_measured)))
-        found = self._tell([is_other, is_here, has_others])
+        left = 0 if self.folder is None or not self._searches else self._captures
+        found = self._tell([is_other, is_here, has_others, left])
         differs, has_others = (any(row[place] for row in found) for place in (0, 2))
+        left = min(row[3] for row in found)  # one rank may have been given no folder, or another number
         ranks = [rank for rank, row in zip(self._engine.ranks, found, strict=True) if row[1]]
         if not is_bad:
             self._end_probe(differs, has_others, ranks)
@@ -306,15 +308,17 @@ class Rerun:
         if chosen is result:
             self._runner.restore_states(states)
         self._note(chosen, "refused" if has_others else kind, _REASONS[12] if has_others else "", ranks, began)
-        is_wanted = self.folder is not None and self._captures > 0 and self._searches > 0
-        if kind == "repeats" and not has_others and is_wanted:
-            self._capture(number, pathlib.Path(self.folder or ""), put_back)
+        if kind == "repeats" and not has_others and left > 0 and self.folder is not None:
+            self._capture(number, pathlib.Path(self.folder), left, put_back)
             self._unscale_again()
             run()  # the gradients and the states of rules are those of the second run again
         return chosen
 
-    def _capture(self, number: int, folder: pathlib.Path, put_back: Callable[[], None]) -> None:
-        """Make the calls again to find the module that made the step bad, and once more to write what it gets."""
+    def _capture(self, number: int, folder: pathlib.Path, most: int, put_back: Callable[[], None]) -> None:
+        """Make the calls again to find the module that made the step bad, and once more to write what it gets.
+
+        At most ``most`` ranks write.
+        """
         rank, models = self._engine.ranks[self._engine.position], self._engine.models
         named = list(zip(self._engine.prefixes, models, strict=True))
         self._searches -= 1
@@ -322,7 +326,7 @@ class Rerun:
         with BadCallFinder(named) as finder:
             self._make_again()
         found = self._tell([finder.found is not None])
-        writers = [r for r, row in zip(self._engine.ranks, found, strict=True) if row[0]][: self._captures]
+        writers = [r for r, row in zip(self._engine.ranks, found, strict=True) if row[0]][:most]
         self._captures -= len(writers)
         if not writers:
             self._noted["rerun_why"] = (

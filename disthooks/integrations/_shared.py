@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._match import is_of_class
 from disthooks._ranks import global_rank, world_ranks
 from disthooks.config import Plan, Prepared
 from disthooks.config.agree import check_not_alone
@@ -101,7 +102,8 @@ class BatchIndices:
 
     def follow(self, loader: Any) -> Any:
         """Let the batch sampler of ``loader``, which is returned, tell what it draws, until the attachment ends."""
-        sampler = getattr(loader, "batch_sampler", None)
+        # accelerate's dispatcher draws the batches of all ranks on the first one.
+        sampler = None if is_of_class(loader, "DataLoaderDispatcher") else getattr(loader, "batch_sampler", None)
         if sampler is not None:
             kind = type(sampler)
             drawing = type(kind.__name__, (kind,), {"__iter__": lambda own: self._draw(kind.__iter__(own))})
@@ -122,7 +124,8 @@ class BatchIndices:
         if self._drawn:
             indices = self._drawn.popleft()
             with contextlib.suppress(UsageError, TypeError):  # no log to be written beside, or indices of another kind
-                self._gradients.note_data({"indices": list(indices)})
+                if None not in indices:  # so torch counts the samples of an IterableDataset
+                    self._gradients.note_data({"indices": list(indices)})
 
 
 def save_fit(fitted: Fitted, folder: str | os.PathLike[str], i: int = 0) -> None:

@@ -193,6 +193,10 @@ def test_a_store_in_a_tier_still_looks_ahead_by_itself(device: torch.device) -> 
             gc.collect()
         ahead.append(host.report()[0].ahead - before)
         assert offload_of(host, device).most == 4 * x.nbytes
+    tiers = dh.Tiered(dh.OnDevice(4 * x.nbytes), host)
+    held = [tiers.put(x.detach().clone()) for _ in range(3)]  # they stay, and leave one tensor's room
+    assert [ticket.tier for ticket in held] == [0] * 3
+    assert offload_of(host, device).most == 4 * x.nbytes
     with dh.saving(host, at_least=0):
         y = chain(x, 30)
     before = host.report()[0].ahead

@@ -190,7 +190,7 @@ def _captured(rank: int, engine: str, folder: str, in_backward: bool, bad: tuple
             loss = model(x).square().mean()
             model.backward(loss) if is_zero else loss.backward()
 
-        call = watch.rerun(forward_backward, folder)
+        call = watch.rerun(forward_backward, folder if folder != "first rank" or rank == 0 else None)
         for step in range(3):
             if step == 2:
                 before = whole_weights(model, engine)
@@ -226,6 +226,11 @@ def test_the_call_that_made_it_is_captured(
         found = replay(folder, functools.partial(Chain, in_backward))
         assert found.where.partition(": ")[2] == f"mid.0 (Rooted), call 1{', in backward' if in_backward else ''}"
         assert (found.operator.name, found.operator.node) == ("aten.div.Tensor", "SqrtBackward0" if in_backward else "")
+
+
+def test_a_folder_on_one_rank_alone_captures_nothing_and_nobody_waits(ranks: Ranks) -> None:
+    _, (record,) = ranks(_captured, "ddp", "first rank", False, (1,))[0]
+    assert (record["rerun"], "rerun_capture" in record, "rerun_why" in record) == ("repeats", False, False)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])

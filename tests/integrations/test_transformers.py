@@ -452,3 +452,20 @@ def test_the_rows_of_a_bad_step_are_noted(tmp_path: pathlib.Path, workers: int) 
         step = 4 + bad // 2 if resumed else bad // 2
         assert line["step"] == step
         assert line["data"] == [{"indices": rows} for rows in seen[bad : bad + 2]]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([Numbered()[index] for index in range(12)] * 4)
+
+
+def test_of_a_stream_no_rows_are_noted(tmp_path: pathlib.Path) -> None:
+    """Nothing draws its samples by number."""
+    log, model = tmp_path / "log.jsonl", llama()
+    model.model.norm.register_forward_hook(lambda module, args, output: output * math.nan)
+    hooks = config(rules=[{"kind": "SkipNonFinite"}], save=(), sinks=[{"kind": "Jsonl", "path": str(log)}])
+    made = trainer(tmp_path, [DisthooksCallback(hooks)], model)
+    made.train_dataset = Stream()
+    made.train()
+    assert '"skipped": 1' in log.read_text()
+    assert not log.with_name("log.jsonl.rank-0.data").exists()

@@ -21,7 +21,7 @@ from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import drop_failed_backward, uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.copies import HostCopy
+from disthooks.saved.stores.copies import Outgoing
 
 
 class BusyTime:
@@ -241,13 +241,13 @@ class Tier(Store):
         """The tensor if it is still in memory, so that another store can take it without a read; None otherwise."""
         return None
 
-    def host_copy(self, ticket: Any) -> HostCopy | None:
+    def host_copy(self, ticket: Any) -> Outgoing | None:
         """The tensor in host memory that the store below may take over, though the copy to it may be under way."""
         return None
 
-    def take_over(self, copy: HostCopy, stream: torch.Stream) -> Any:
+    def take_over(self, copy: Outgoing, stream: torch.Stream) -> Any:
         """Like :meth:`put_from_host`, for what :meth:`host_copy` of another store has given."""
-        return self.put_from_host(copy.outgoing.wait(), stream)
+        return self.put_from_host(copy.wait(), stream)
 
     def put_away(self, tensor: torch.Tensor) -> Any:
         """Like :meth:`put`, for a tensor that shall leave its device now, even if backward reads it soon."""

@@ -77,34 +77,23 @@ class Outgoing(_Copy):
         host: a contiguous tensor with the shape and dtype of the source; filled once ``done`` has happened.
         source: the tensor on the device, held until it is copied; None after that.
         done: the event at the end of the copy.
+        lease: the memory of ``host``, from a page on, if another store may take it over; None otherwise.
+        is_taken: whether another store counts that memory now.
     """
 
-    __slots__ = ("source",)
+    __slots__ = ("is_taken", "lease", "source")
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> None:
         super().__init__(source.device, host, rate)
         self.source: torch.Tensor | None = source
+        self.lease: Any = None
+        self.is_taken = False
 
     def wait(self) -> torch.Tensor:
         """Make the host wait until ``host`` is filled, and return it; threads that write to disk call this."""
         self.done.synchronize()
         self.source = None
         return self.host
-
-
-class HostCopy:
-    """A tensor of a device in host memory of its own, which another store may take over.
-
-    Attributes:
-        outgoing: the copy, which may be under way.
-        lease: the memory, from a page on.
-        is_taken: whether another store counts the memory now.
-    """
-
-    __slots__ = ("is_taken", "lease", "outgoing")
-
-    def __init__(self, outgoing: Outgoing, lease: Any) -> None:
-        self.outgoing, self.lease, self.is_taken = outgoing, lease, False
 
 
 class Coming(_Copy):

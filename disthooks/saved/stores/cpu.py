@@ -14,7 +14,7 @@ from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, StoreReport, StoreSpec, Tier
-from disthooks.saved.stores.copies import HostCopy
+from disthooks.saved.stores.copies import Outgoing
 from disthooks.saved.stores.offload import Offload, Offloaded
 
 
@@ -106,7 +106,7 @@ class OpenOnCpu(Tier):
     def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
         return ticket.offload.in_host(ticket.entry) if isinstance(ticket, _Sent) else ticket.tensor
 
-    def host_copy(self, ticket: _Held | _Sent) -> HostCopy | None:
+    def host_copy(self, ticket: _Held | _Sent) -> Outgoing | None:
         return ticket.offload.host_copy(ticket.entry) if isinstance(ticket, _Sent) else None
 
     def prefetch(self, ticket: _Held | _Sent) -> None:

@@ -16,7 +16,7 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, MovingTicket, StoreReport, StoreSpec, Tier, opening
-from disthooks.saved.stores.copies import HostCopy, Outgoing
+from disthooks.saved.stores.copies import Outgoing
 from disthooks.saved.stores.file_worker import FileWorker
 from disthooks.saved.stores.host import PAGE
 from disthooks.saved.stores.scratch_file import file_in
@@ -107,11 +107,11 @@ class OpenOnDisk(Tier):
         """Queue ``tensor``, which is in host memory and belongs on the device of ``stream``, to be written."""
         return self._put(tensor.detach().cpu(), stream.device, stream)
 
-    def take_over(self, copy: HostCopy, stream: torch.Stream) -> Ticket:
+    def take_over(self, copy: Outgoing, stream: torch.Stream) -> Ticket:
         """Queue what another store copies from the device of ``stream``; it is written from the memory it lies in."""
         if not self.worker.take_over(copy, stream.device):
-            return self.put_from_host(copy.outgoing.wait(), stream)
-        ticket = self._put(copy.outgoing.host, stream.device, stream, copy.outgoing)
+            return self.put_from_host(copy.wait(), stream)
+        ticket = self._put(copy.host, stream.device, stream, copy)
         copy.is_taken = True
         return ticket
 

@@ -25,7 +25,7 @@ import torch
 from disthooks._locks import Shared
 from disthooks._streams import work_for
 from disthooks.errors import StoreError
-from disthooks.saved.stores.copies import Coming, HostCopy, Outgoing
+from disthooks.saved.stores.copies import Coming, Outgoing
 from disthooks.saved.stores.disk_read_ahead import ReadAhead
 from disthooks.saved.stores.group_file import GroupFile
 from disthooks.saved.stores.host import PAGE, pool_of
@@ -99,9 +99,9 @@ class FileWorker(Shared[Entry]):
         with self._lock:
             return tape.own_joined(tensor)
 
-    def take_over(self, copy: HostCopy, device: torch.device) -> bool:
+    def take_over(self, copy: Outgoing, device: torch.device) -> bool:
         """Whether the tensor of ``copy``, which is put next, can be written from the memory it lies in."""
-        tape, host = self._tape(device), copy.outgoing.host
+        tape, host = self._tape(device), copy.host
         if host.nbytes > tape.small:
             tape.own = {host.data_ptr(): copy.lease}
         return host.nbytes > tape.small

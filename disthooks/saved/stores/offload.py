@@ -14,7 +14,7 @@ from disthooks._locks import Shared
 from disthooks._streams import current_stream, event_on, handed_over, on, used_on
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget
-from disthooks.saved.stores.copies import Coming, HostCopy, Throughput, link_of
+from disthooks.saved.stores.copies import Coming, Outgoing, Throughput, link_of
 from disthooks.saved.stores.host import pool_of, tensor_over
 from disthooks.saved.stores.order import PerThread, TimedOrder
 
@@ -91,29 +91,16 @@ class Transfer:
         reserved: bytes of dropped members that a budget counts, because their host memory is still in use.
     """
 
-    __slots__ = (
-        "_stream",
-        "_unread",
-        "came",
-        "coming",
-        "copy",
-        "joined",
-        "members",
-        "nbytes",
-        "outgoing",
-        "reserved",
-        "whole",
-    )
+    __slots__ = ("_stream", "_unread", "came", "coming", "joined", "members", "nbytes", "outgoing", "reserved", "whole")
 
-    def __init__(self, members: Sequence[Offloaded], copy: HostCopy) -> None:
-        self.members, self.joined = set(members), len(members) > 1
-        self.copy, self.outgoing = copy, copy.outgoing
-        self.nbytes = self.outgoing.host.nbytes
+    def __init__(self, members: Sequence[Offloaded], outgoing: Outgoing) -> None:
+        self.members, self.outgoing, self.joined = set(members), outgoing, len(members) > 1
+        self.nbytes = outgoing.host.nbytes
         self.coming: Coming | None = None
         self.came: torch.Event | None = None
         self.whole: torch.Tensor | None = None
         self.reserved = 0
-        self._stream = current_stream(self.outgoing.device)  # the stream that fills ``whole``, or the joined source
+        self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
         self._unread: set[Offloaded] = set()
 
     @property
@@ -181,9 +168,9 @@ class Offload(Shared[Offloaded]):
 
     def __init__(self, device: torch.device, most: int, pin: bool, budget: ByteBudget) -> None:
         super().__init__()
-        self.device, self.most, self.budget = device, most, budget
-        self._in_flight = most  # ``most``, unless tensors of a ``Tiered`` are there, which may leave less
-        self._of_tiers: set[Offloaded] = set()  # those: their ``Tiered`` says which of them come back early
+        self.device, self.budget = device, budget
+        self._in_flight = self._left = most  # ``_left`` is what a ``Tiered`` leaves of it
+        self._of_tiers: set[Offloaded] = set()  # put by a ``Tiered``, which says which of them come back early
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
@@ -276,7 +263,7 @@ class Offload(Shared[Offloaded]):
         entry.tensor = None
         is_idle = transfer is None
         if transfer is not None and not transfer.joined:
-            coming, is_idle = transfer.coming, transfer.copy.is_taken or transfer.is_idle
+            coming, is_idle = transfer.coming, transfer.outgoing.is_taken or transfer.is_idle
             if coming is not None and coming.is_done():
                 coming.tensor = None
             if transfer.outgoing.is_done():
@@ -296,12 +283,12 @@ class Offload(Shared[Offloaded]):
         with self._lock:
             self._apply_releases()
 
-    def host_copy(self, entry: Offloaded) -> HostCopy | None:
+    def host_copy(self, entry: Offloaded) -> Outgoing | None:
         """The copy of ``entry``, for another store; None if it has none, or shares one, or comes back just now."""
         with self._lock:
             self._apply_releases()
             transfer = entry.transfer
-            return None if transfer is None or transfer.joined or transfer.coming else transfer.copy
+            return None if transfer is None or transfer.joined or transfer.coming else transfer.outgoing
 
     def in_host(self, entry: Offloaded) -> torch.Tensor:
         """The tensor of ``entry`` in host memory. The host waits for the copy, which may begin only now."""
@@ -332,6 +319,11 @@ class Offload(Shared[Offloaded]):
             return self._on_device
 
     @property
+    def most(self) -> int:
+        """The most bytes on the device: ``in_flight``, or what a ``Tiered`` leaves of it while it has tensors here."""
+        return self._left if self._of_tiers else self._in_flight
+
+    @property
     def device_room(self) -> int:
         """Bytes that may be brought back now."""
         with self._lock:
@@ -345,8 +337,8 @@ class Offload(Shared[Offloaded]):
         """
         with self._lock:
             self._apply_releases()
-            self.most = min(nbytes, self._in_flight)
-            while self._on_device > self.most and self._relieve(None):
+            self._left = min(nbytes, self._in_flight)
+            while self._on_device > self._left and self._relieve(None):
                 pass
 
     def wait_for_memory(self) -> bool:
@@ -387,7 +379,8 @@ class Offload(Shared[Offloaded]):
             source = _joined(members, tensors) if len(held) > 1 else tensors[0]
             lease = self.pool.lease(source.nbytes)
             outgoing = self._link.send(source, tensor_over(lease, source.shape, source.dtype), self.out)
-            transfer = Transfer(members, HostCopy(outgoing, lease))
+            outgoing.lease = lease
+            transfer = Transfer(members, outgoing)
         self._flying.append(transfer)
         for entry in members:
             entry.transfer, entry.counted, entry.tensor = transfer, 0, None
@@ -434,8 +427,6 @@ class Offload(Shared[Offloaded]):
             self._bytes = sum(transfer.nbytes for transfer in self._flying)
         if not (self._coming or self._cached):
             self._back_bytes = 0
-        if not self._of_tiers:
-            self.most = self._in_flight
 
     def _apply_release(self, release: Offloaded) -> None:
         entry, transfer = release, release.transfer

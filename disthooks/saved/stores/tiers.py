@@ -18,7 +18,7 @@ from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec, Tier
-from disthooks.saved.stores.copies import HostCopy
+from disthooks.saved.stores.copies import Outgoing
 from disthooks.saved.stores.turns import NoRoom, Placed, Turns, comparing
 
 
@@ -296,7 +296,7 @@ class OpenTiered(Store):
     def report(self) -> tuple[StoreReport, ...]:
         return tuple(report for store in self.stores for report in store.report())
 
-    def _place(self, placed: Placed, tensor: torch.Tensor | HostCopy, first: int) -> None:
+    def _place(self, placed: Placed, tensor: torch.Tensor | Outgoing, first: int) -> None:
         """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
         # Only the text and the figure of the error: its traceback would hold this frame, which would be a cycle.
         why, free = "", None
@@ -317,16 +317,16 @@ class OpenTiered(Store):
         said = f"{self._name}: the last tier is full, or failed: {why}"
         raise StoreError(said, wanted=placed.nbytes, free=free)
 
-    def _put_at(self, tier: int, tensor: torch.Tensor | HostCopy, placed: Placed) -> Any:
+    def _put_at(self, tier: int, tensor: torch.Tensor | Outgoing, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
         store, at, device = self.stores[tier], placed.at, placed.device
         self._mend(tier)
         while True:
             try:
-                if isinstance(tensor, HostCopy):
+                if isinstance(tensor, Outgoing):
                     if at is not None and isinstance(store, Tier):
                         return store.take_over(tensor, at)
-                    tensor = tensor.outgoing.wait()
+                    tensor = tensor.wait()
                 if at is None or tier == 0 or not isinstance(store, Tier):
                     return store.put(tensor if at is None else tensor.to(at.device))
                 return store.put_from_host(tensor, at) if tensor.is_cpu else store.put_away(tensor)
