@@ -22,7 +22,7 @@ import torch
 import disthooks as dh
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Policy, Rates, Result, Saved, Tape, largest_limit, replay
-from tests.support.sim.planned import MIB, PlannedTiered
+from tests.support.sim.planned import PlannedTiered
 from tests.support.sim.policies import EverythingOut
 
 HERE = pathlib.Path(__file__).parent
@@ -46,7 +46,7 @@ PEAKS = {
     "decoder bf16": {"-30%": 0.7, "-50%": 0.5},
 }
 #: The default limit of ``OnCpu`` for bytes in flight.
-IN_FLIGHT = 512 * MIB
+IN_FLIGHT = 512 << 20
 #: Passes over a tensor that is computed again: two operands are read and the result is written.
 PASSES = 3
 #: The share of the speed of device memory that the codecs' kernels are wanted to reach (``targets.py``).

@@ -243,8 +243,8 @@ class Fitted(Attachment):
             part._limit_drops(self._again.droppable)
         for other in _at_work:
             if other._device == device:
-                self._on_device.below.update(other._on_device.below)
-                other._on_device.below.update(self._on_device.below)
+                self._on_device.add_below(other._on_device.below)
+                other._on_device.add_below(self._on_device.below)
         _at_work.add(self)
         self.on_remove(functools.partial(_at_work.discard, self))
         self.on_remove(model.register_forward_pre_hook(_RoundHook(self._before_forward), with_kwargs=True).remove)
@@ -391,7 +391,7 @@ class Fitted(Attachment):
         # On a device in the 1st, 2nd, 3rd, 5th, 9th, ... round, because each part takes two events.
         self._watch.is_on = self._device.type == "cpu" or not self._rounds or is_power_of_two(self._rounds)
         started = time.perf_counter(), self._watch.now()
-        under_way = sum(store.device_bytes(self._device) for store in self._on_device.below.values())
+        under_way = sum(store.device_bytes(self._device) for store in self._on_device.below)
         begin = self._memory.in_use() - under_way
         self._round = _Round(size, size, expected, is_first, begin, saved, started)
         for tiers in self._tiers:

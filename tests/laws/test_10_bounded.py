@@ -296,4 +296,4 @@ def test_the_queues_of_tiers_do_not_grow() -> None:
     for _ in range(10_000):
         tiers.drop(tiers.put(torch.ones(1)))
     assert len(queue_of(tiers, 0, torch.device("cpu"))) < 2100
-    assert queue_of(tiers, 0, torch.device("cpu")).last() is stays
+    assert queue_of(tiers, 0, torch.device("cpu")).oldest() is stays

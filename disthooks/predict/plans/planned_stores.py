@@ -23,8 +23,8 @@ from disthooks.saved.stores.base import ByteBudget, Counted, Functions, Store, S
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
 from disthooks.saved.stores.host import PAGE
+from disthooks.saved.stores.placed import Placed
 from disthooks.saved.stores.tiers import OnDevice, OpenTiered, Tiered
-from disthooks.saved.stores.turns import Placed
 
 #: The places of bytes: on the device under the limit of a store, in host memory, in files, and in stores of somebody
 #: else. Bytes "in flight" are on the device although another place counts them already.
@@ -99,7 +99,7 @@ class PlannedStore(Tier):
             self.place, limit, grain, flying = "disk", spec.limit, PAGE, parse_bytes(spec.in_flight)
             owner = f"OnDisk({spec.directory!r})"
         self.budget = ByteBudget(limit, owner, grain)
-        self.takes_plans: bool = isinstance(spec, OnCpu)  # type: ignore[misc]  # that of the class is for real stores
+        self.reads_ahead: bool = isinstance(spec, OnDisk)  # type: ignore[misc]  # that of the class is for real stores
         self._in_flight = self._limit = flying
         self._flying: dict[_Entry, None] = {}  # whose tensors are in memory; the oldest first
         self._tape: list[_Entry | None] = []  # in the order of puts; None for those that were dropped
@@ -162,9 +162,10 @@ class PlannedStore(Tier):
     def device_room(self, device: torch.device) -> int:
         return self._limit - self.bytes_in_flight if self._is_accelerator else super().device_room(device)
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        self._limit = min(nbytes, self._in_flight)
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+        before, self._limit = self.bytes_in_flight, min(nbytes, self._in_flight)
         self._make_room()
+        return before
 
     @property
     def bytes_in_flight(self) -> int:

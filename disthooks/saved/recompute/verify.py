@@ -22,7 +22,7 @@ from disthooks._registry import register
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
 from disthooks._tensors import words_of
 from disthooks.errors import DisthooksError, StoreError, UsageError
-from disthooks.saved.stores.turns import NoRoom, for_comparison
+from disthooks.saved.stores.placed import NoRoom, for_comparison
 
 
 @register("recompute")

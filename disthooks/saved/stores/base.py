@@ -231,11 +231,10 @@ class Tier(Store):
     """What ``Tiered`` asks of its stores beside the methods of :class:`Store`; a user's store needs none of this.
 
     Attributes:
-        takes_plans: whether it is told by plan which tensors to bring nearer (``prefetch``); a store that reads ahead
-            by itself does not need that.
+        reads_ahead: whether it brings tensors nearer by itself, and need not be told which (``prefetch``).
     """
 
-    takes_plans: ClassVar[bool] = False
+    reads_ahead: ClassVar[bool] = False
 
     def peek(self, ticket: Any) -> torch.Tensor | None:
         """The tensor if it is still in memory, so that another store can take it without a read; None otherwise."""
@@ -269,13 +268,17 @@ class Tier(Store):
         """Bytes that :meth:`prefetch` may bring to ``device`` now."""
         return sys.maxsize
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
         """Keep :meth:`device_bytes` of ``device`` at or below ``nbytes`` from now on, if the host need not wait for it.
 
         Args:
             nbytes: bytes.
             device: an accelerator; None for each of them.
+
+        Returns:
+            :meth:`device_bytes` before the call.
         """
+        return 0
 
 
 class MovingTicket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -47,8 +47,6 @@ class _Sent:
 
 class OpenOnCpu(Tier):
     """An :class:`OnCpu` at work: the bytes under its limit, and an offload for each device."""
-
-    takes_plans: ClassVar[bool] = True
 
     def __init__(self, budget: ByteBudget, in_flight: int, pin: bool) -> None:
         self.budget, self._in_flight, self._pin = budget, in_flight, pin
@@ -120,9 +118,8 @@ class OpenOnCpu(Tier):
     def device_room(self, device: torch.device) -> int:
         return min((offload.device_room for offload in self._of(device)), default=super().device_room(device))
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        for offload in self._of(device):
-            offload.set_device_limit(nbytes)
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+        return sum([offload.set_device_limit(nbytes) for offload in self._of(device)])
 
     def _of(self, device: torch.device | None) -> list[Offload]:
         if device is None:

@@ -81,6 +81,8 @@ class Ticket(MovingTicket):
 class OpenOnDisk(Tier):
     """An :class:`OnDisk` at work: the runtime of its directory, and the bytes under its limit."""
 
+    reads_ahead: ClassVar[bool] = True
+
     def __init__(self, worker: FileWorker, budget: ByteBudget, directory: str) -> None:
         self.worker, self.budget, self.file = worker, budget, worker.file
         self._path, self._name = directory, f"OnDisk({directory!r})"
@@ -150,8 +152,8 @@ class OpenOnDisk(Tier):
         """Bytes on ``device``, or on all devices: of tensors that are copied from there, or that were read early."""
         return self.worker.staging.device_bytes(device)
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        self.worker.staging.set_device_limit(nbytes, device)
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+        return self.worker.staging.set_device_limit(nbytes, device)
 
     def drop(self, ticket: Ticket) -> None:
         """Let other tensors use its place in the file."""

@@ -330,16 +330,21 @@ class Offload(Shared[Offloaded]):
             self._apply_releases()
             return self.most - self._on_device
 
-    def set_device_limit(self, nbytes: int) -> None:
+    def set_device_limit(self, nbytes: int) -> int:
         """Hold at most ``nbytes`` on the device, and at most ``in_flight``, while a ``Tiered`` has tensors here.
 
         If copies are still under way, the computation on the device waits for them; the host does not.
+
+        Returns:
+            The bytes that were on the device before.
         """
         with self._lock:
             self._apply_releases()
+            before = self._on_device
             self._left = min(nbytes, self._in_flight)
             while self._on_device > self._left and self._relieve(None):
                 pass
+            return before
 
     def wait_for_memory(self) -> bool:
         """Make the host wait for the oldest copy of a dropped tensor. Returns False if there is none."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -24,6 +23,12 @@ class Ordered(Protocol):
 
     position: int
     dropped: bool
+
+
+class _Mine(threading.local):
+    """The object of this thread."""
+
+    one: Any = None
 
 
 class PerThread(Generic[Learns]):
@@ -44,11 +49,11 @@ class PerThread(Generic[Learns]):
     """
 
     def __init__(self, make: Callable[[], Learns]) -> None:
-        self._make, self._mine = make, threading.local()
+        self._make, self._mine = make, _Mine()
         self._all: dict[threading.Thread, Learns] = {}
 
     def __call__(self) -> Learns:
-        mine: Learns | None = getattr(self._mine, "one", None)
+        mine: Learns | None = self._mine.one
         if mine is None:
             # No lock: `pop` gives each object to one thread only.
             left = (self._all.pop(thread, None) for thread in list(self._all) if not thread.is_alive())
@@ -150,20 +155,6 @@ class AccessOrder:
         """The part of the last backward with as many tickets in which the computation waited for reads."""
         known = self._known.get(len(self._tickets))
         return 0.0 if known is None else known.waiting
-
-    def turn(self, ticket: Ordered) -> float:
-        """When ``ticket`` will be read, as a number; a larger number is later.
-
-        The number comes from the order of the last backward. Tickets that it did not read come last. Tickets that it
-        did not have are expected in the reverse order of their puts.
-        """
-        if not self._known:
-            return -ticket.position
-        count = next(reversed(self._known))
-        rank = self._known[count].rank.get(ticket.position)
-        if rank is not None:
-            return rank
-        return math.inf if ticket.position < count else -ticket.position
 
     def after(self, ticket: Ordered) -> Iterator[tuple[Ordered, float]]:
         """The tickets that will be read after ``ticket``, the next one first, each with the seconds until its read.

@@ -1,37 +1,30 @@
-"""Which saved tensors stay and which go to which place, decided before they are saved. This file needs no torch.
+"""Where the tensors of a forward go, from the order and the sizes in which they are saved. This file needs no torch.
 
-A *tape* is what one thread saves on one device in one forward, in order. :func:`make_plan` cuts a tape whose sizes are
-known into groups, and gives each group a place. :class:`Tapes` remembers the last tapes and predicts the next one, so
-that a plan exists when the first tensor is saved. A store asks for each entry in turn (``turns.py`` does it for
-``Tiered``)::
+A *tape* is what one thread saves on one device in one forward, in order. :func:`make_plan` gives each entry of a tape
+whose sizes are known a place. :class:`Tapes` remembers the last tapes and predicts the next one, so that a plan exists
+when the first tensor is saved. A store asks for each entry in turn (``placed.py`` does it for ``Tiered``)::
 
-    tapes = Tapes(lambda sizes, reads: make_plan(sizes, limits, group=64 << 20, reads=reads))
+    tapes = Tapes(lambda sizes, reads: make_plan(sizes, limits, reads))
 
-    changed = tapes.put(nbytes)      # in `put`: the tape goes on with an entry of so many bytes
-    plan = tapes.plan                # None: nothing is known of this tape; it may have fewer entries than the tape
-    place = plan.group(position).place
-    if changed: ...                  # another plan from here on
+    place = tapes.put(nbytes)        # in `put`: the tape goes on with an entry of so many bytes; None: nothing is known
+    order = tapes.plan.order         # in which order backward is expected to read the entries
     tapes.end(reads)                 # everything is dropped: the tape is remembered
 
 What a store does with it:
 
-- A group whose place is 0 stays. Any other group is sent when it is complete, or each of its entries at its put, from
-  the first put on, so that the link is busy while forward computes. No decision depends on the speed of the link or of
-  a disk: under a fixed limit an early copy is never worse than a late one.
-- From the first read of backward on, groups come back in the order ``plan.back``, each as soon as it fits into what
-  backward has freed, and at the latest when one of its entries is read. ``MovedGroup.asked`` predicts at which
-  read that is.
+- An entry whose place is 0 stays. Any other is sent at its put, from the first put on, so that the link is busy while
+  forward computes. No decision depends on the speed of the link or of a disk: under a fixed limit an early copy is
+  never worse than a late one.
+- From the first read of backward on, entries come back in the order of reads, each as soon as it fits into what
+  backward has freed, and at the latest when it is read.
 - Of a tape of which nothing is known, the first saved makes room for the newest.
 - An entry that is dropped before backward begins counts with 0 bytes in ``end``'s tape, because it needs no room then.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 # [Note: the oldest tensors move first]
@@ -44,56 +37,21 @@ from typing import NamedTuple
 # saved early, is read early.
 
 
-@dataclass(frozen=True)
-class MovedGroup:
-    """Entries of a tape that follow each other, and move together.
+class Placement(NamedTuple):
+    """Where each entry of a tape goes.
 
     Attributes:
-        first, last: the positions of the first and of the last entry. The group is complete, and is sent if its place
-            is not 0, when ``last`` was put.
-        nbytes: bytes of all entries.
-        place: the number of the place in which it is when backward begins; 0 is the nearest, where entries are saved.
-        asked: at which read of backward it is asked back, counted from 1; 0 if it stays.
+        places: by position, the number of the place in which the entry is when backward begins; 0 is the nearest, where
+            entries are saved.
+        order: the positions in the order in which backward is expected to read them.
     """
 
-    first: int
-    last: int
-    nbytes: int
-    place: int
-    asked: int = 0
+    places: tuple[int, ...]
+    order: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where each group of a tape goes.
-
-    Attributes:
-        groups: in the order of saves. Together they have every entry once.
-        back: the indices of the groups that do not stay, in the order in which they are asked back.
-    """
-
-    groups: tuple[MovedGroup, ...]
-    back: tuple[int, ...]
-    _lasts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_lasts", tuple(group.last for group in self.groups))
-
-    def __len__(self) -> int:
-        return self._lasts[-1] + 1 if self._lasts else 0
-
-    def group(self, position: int) -> MovedGroup:
-        return self.groups[bisect_left(self._lasts, position)]
-
-    def nbytes(self, place: int) -> int:
-        """Bytes that are at ``place`` when backward begins."""
-        return sum(group.nbytes for group in self.groups if group.place == place)
-
-
-def make_plan(
-    sizes: Sequence[int], limits: Sequence[int | None], *, group: int, reads: Sequence[int] | None = None
-) -> Placement:
-    """Cut a tape into groups, and give each group a place.
+def make_plan(sizes: Sequence[int], limits: Sequence[int | None], reads: Iterable[int] | None = None) -> Placement:
+    """Give each entry of a tape a place.
 
     What backward reads first stays in the nearest place up to its limit, what it reads next goes to the second place,
     and so on. See [Note: the oldest tensors move first].
@@ -102,92 +60,34 @@ def make_plan(
         sizes: bytes of each entry, in the order of saves.
         limits: most bytes of each place, the nearest first; None for no limit. The last place takes all that is left:
             whether its limit holds is checked when bytes arrive there.
-        group: bytes of a group at least, if there are as many. An entry is never divided.
         reads: the positions of the entries in the order in which backward reads them first. Entries that are not in it
             come last. By default backward reads in the reverse order of saves.
 
-    Ten entries of 10 bytes, of which 45 bytes may stay: the first six are sent, two in a group.
+    Ten entries of 10 bytes, of which 45 bytes may stay: the first six are sent.
 
-    >>> plan = make_plan([10] * 10, [45, None], group=20)
-    >>> [(g.first, g.last, g.place) for g in plan.groups]
-    [(0, 1, 1), (2, 3, 1), (4, 5, 1), (6, 7, 0), (8, 9, 0)]
-
-    Backward asks for them in the reverse order, into what it has freed. At the third read the first two entries that it
-    read are free.
-
-    >>> [(plan.groups[i].first, plan.groups[i].asked) for i in plan.back]
-    [(4, 3), (2, 5), (0, 7)]
+    >>> make_plan([10] * 10, [45, None]).places
+    (1, 1, 1, 1, 1, 1, 0, 0, 0, 0)
 
     Three places, of which the last is the farthest:
 
-    >>> [(g.first, g.place) for g in make_plan([10] * 6, [20, 20, None], group=20).groups]
-    [(0, 2), (2, 1), (4, 0)]
+    >>> make_plan([10] * 6, [20, 20, None]).places
+    (2, 2, 1, 1, 0, 0)
 
     A backward that reads in the order of saves needs the first entries first, so the last ones are sent.
 
-    >>> [(g.first, g.place) for g in make_plan([10] * 6, [40, None], group=20, reads=range(6)).groups]
-    [(0, 0), (2, 0), (4, 1)]
+    >>> make_plan([10] * 6, [40, None], reads=range(6)).places
+    (0, 0, 0, 0, 1, 1)
     """
-    order = range(len(sizes) - 1, -1, -1) if reads is None else reads
-    turn = {position: i for i, position in enumerate(order)}
-    never = len(turn)
-    found: list[MovedGroup] = []
-    place, left = 0, limits[0]
-    for first, last in sorted(_runs(sizes, group), key=lambda run: _first_read(run, turn, never)):
-        end = last  # what of the run has no place yet: `first` to `end`
-        while end >= first:
-            is_last_place = place + 1 == len(limits)
-            begin = end + 1
-            while begin > first and (is_last_place or left is None or sizes[begin - 1] <= left):
-                begin -= 1
-                left = None if left is None else left - sizes[begin]
-            if begin <= end:
-                found.append(MovedGroup(begin, end, sum(sizes[begin : end + 1]), place))
-            if begin > first:  # the rest does not fit: this place is full
-                place += 1
-                left = limits[place]
-            end = begin - 1
-    asked = _asked(found, sizes, turn, limits[0])
-    timed = [dataclasses.replace(group, asked=at) for group, at in zip(found, asked, strict=True)]
-    groups = sorted(timed, key=lambda group: group.first)
-    index = {group.first: i for i, group in enumerate(groups)}
-    return Placement(tuple(groups), tuple(index[group.first] for group in found if group.place))
-
-
-def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """The positions of the first and the last entry of runs that have at least ``most`` bytes, but for the last run."""
-    first = nbytes = 0
-    for position, size in enumerate(sizes):
-        nbytes += size
-        if nbytes >= most or position + 1 == len(sizes):
-            yield first, position
-            first, nbytes = position + 1, 0
-
-
-def _first_read(run: tuple[int, int], turn: dict[int, int], never: int) -> tuple[int, int]:
-    """When backward first reads an entry of ``run``; of runs that it never reads the last saved comes first."""
-    return min(turn.get(position, never) for position in range(run[0], run[1] + 1)), -run[0]
-
-
-def _asked(groups: Sequence[MovedGroup], sizes: Sequence[int], turn: dict[int, int], limit: int | None) -> list[int]:
-    """At which read each group fits into the nearest place; ``groups`` are in the order of their first reads.
-
-    An entry is freed when the next one is read.
-    """
-    order, never = sorted(turn, key=turn.__getitem__), len(turn)
-    held = sum(group.nbytes for group in groups if not group.place)
-    read, asked = 1, []
-    for group in groups:
-        if not group.place:
-            asked.append(0)
-            continue
-        latest = _first_read((group.first, group.last), turn, never)[0] + 1
-        while limit is not None and held + group.nbytes > limit and read < min(latest, never):
-            held -= sizes[order[read - 1]]
-            read += 1
-        held += group.nbytes
-        asked.append(min(read, latest))
-    return asked
+    order = dict.fromkeys(() if reads is None else reads)
+    order.update(dict.fromkeys(reversed(range(len(sizes)))))
+    places, place, left = [0] * len(sizes), 0, limits[0]
+    for position in order:
+        while left is not None and sizes[position] > left and place + 1 < len(limits):
+            place += 1  # the nearer place is full
+            left = limits[place]
+        places[position] = place
+        left = None if left is None else left - sizes[position]
+    return Placement(tuple(places), tuple(order))
 
 
 Sizes = tuple[int, ...]  # bytes of each entry of a tape
@@ -213,15 +113,16 @@ class Tapes:
 
     Attributes:
         plan: of the expected tape; None if nothing is known. It may have fewer entries than the tape.
+        sizes: of the tape that is being saved.
 
-    >>> tapes = Tapes(lambda sizes, reads: make_plan(sizes, [15, None], group=1, reads=reads))
-    >>> tapes.put(10), tapes.put(10), tapes.plan
-    (False, False, None)
+    >>> tapes = Tapes(lambda sizes, reads: make_plan(sizes, [15, None], reads))
+    >>> tapes.put(10), tapes.put(10)
+    (None, None)
     >>> tapes.end()
-    >>> [group.place for group in tapes.plan.groups]
-    [1, 0]
-    >>> tapes.put(5), [group.nbytes for group in tapes.plan.groups], [group.place for group in tapes.plan.groups]
-    (True, [5, 5], [0, 0])
+    >>> tapes.plan.places
+    (1, 0)
+    >>> tapes.put(5), tapes.plan.places
+    (0, (0, 0))
     """
 
     def __init__(self, make: Callable[[Sequence[int], Sequence[int] | None], Placement], most: int = 8) -> None:
@@ -231,16 +132,22 @@ class Tapes:
         self._after: dict[Sizes, Sizes] = {}  # which tape came after a remembered one
         self._last: Sizes = ()  # of the last tape
         self._expected: Sizes | None = None  # of the tape that is expected
-        self._sizes: list[int] = []  # of the tape that is being saved
+        self.sizes: list[int] = []
 
-    def put(self, nbytes: int) -> bool:
-        """The tape goes on with an entry of ``nbytes``. Returns whether ``plan`` is another one now."""
-        position, expected = len(self._sizes), self._expected
-        self._sizes.append(nbytes)
-        if expected is None or (position < len(expected) and expected[position] == nbytes):
-            return False
-        self._expect()
-        return True
+    def put(self, nbytes: int) -> int | None:
+        """The tape goes on with an entry of ``nbytes``. Returns its place; None if the tape is not known."""
+        position, expected = len(self.sizes), self._expected
+        self.sizes.append(nbytes)
+        if expected is not None and expected[position : position + 1] != (nbytes,):
+            self._expect()
+        return self.place(position)
+
+    def place(self, position: int) -> int | None:
+        """The place of an entry; None if the tape is not known."""
+        try:
+            return None if self.plan is None else self.plan.places[position]
+        except IndexError:  # the tape is longer than the expected one
+            return None
 
     def end(self, reads: Sequence[int] | None = None, needed: Sequence[int] | None = None) -> None:
         """Remember the tape, and expect the next one.
@@ -250,7 +157,7 @@ class Tapes:
             needed: for each entry the bytes for which it needs a place, if some are not those that were put. The next
                 tape is recognised by what is put all the same.
         """
-        sizes = tuple(self._sizes)
+        sizes = tuple(self.sizes)
         if sizes:
             needed = sizes if needed is None else tuple(needed)
             reads = None if reads is None else tuple(reads)
@@ -263,7 +170,7 @@ class Tapes:
                 oldest = next(iter(self._known))
                 del self._known[oldest]
                 self._after.pop(oldest, None)
-        self._sizes = []
+        self.sizes = []
         self._expect()
 
     def replan(self) -> None:
@@ -274,7 +181,7 @@ class Tapes:
 
     def _expect(self) -> None:
         """Choose the tape that begins with the sizes so far."""
-        begin = tuple(self._sizes)
+        begin = tuple(self.sizes)
         candidates = itertools.chain([self._after.get(self._last, ())], reversed(self._known))
         matching = (sizes for sizes in candidates if sizes in self._known and sizes[: len(begin)] == begin)
         self._expected = next(matching, None)
@@ -286,11 +193,11 @@ class Tapes:
         The sizes of most entries grow with the length of the batch, and those of some do not. So two tapes with as many
         entries tell how much each of them grows. If there is only one tape, all its sizes are taken to grow alike.
         """
-        last, at = self._last, len(self._sizes) - 1
+        last, at = self._last, len(self.sizes) - 1
         if last not in self._known or not 0 <= at < len(last) or not last[at]:
             return None
         known = self._known[last]
-        growth = self._sizes[at] / last[at]
+        growth = self.sizes[at] / last[at]
         if not 1 / _FAR < growth < _FAR:
             return None  # another model
         same = (sizes for sizes in reversed(self._known) if len(sizes) == len(last) and sizes[at] != last[at])
@@ -298,7 +205,7 @@ class Tapes:
         if other is None:
             guessed = [round(size * growth) for size in known.needed]
         else:
-            share = (self._sizes[at] - last[at]) / (other[at] - last[at])
+            share = (self.sizes[at] - last[at]) / (other[at] - last[at])
             pairs = zip(known.needed, self._known[other].needed, strict=True)
             guessed = [max(0, round(one + share * (two - one))) for one, two in pairs]
         return self._make(guessed, known.reads)

@@ -72,12 +72,17 @@ class Staging:
             held = [each for each in self._sent if each.source is not None and device in (None, each.device)]
             return sum(each.host.nbytes for each in (*arrived, *held))
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
-        """Hold at most ``nbytes`` on ``device``, or on each one. The current streams wait for copies, not the host."""
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+        """Hold at most ``nbytes`` on ``device``, or on each one. The current streams wait for copies, not the host.
+
+        Returns:
+            The bytes there before.
+        """
         if device is None:
             self._allowed.clear()
         self._allowed[device] = nbytes
         with self._lock:
+            before = self.device_bytes(device)
             for at in list(self._links) if device is None else [device]:
                 over = self.device_bytes(at) - nbytes
                 for outgoing in [each for each in self._sent if each.device == at and each.source is not None]:
@@ -85,6 +90,7 @@ class Staging:
                         break
                     over -= outgoing.host.nbytes
                     link_of(at).let_go(outgoing)
+        return before
 
     def make_room(self, nbytes: int, most: int) -> None:
         """Make the host wait until at most ``most - nbytes`` bytes are being copied from devices.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import heapq
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec, Tier
 from disthooks.saved.stores.copies import Outgoing
-from disthooks.saved.stores.turns import NoRoom, Placed, Turns, comparing
+from disthooks.saved.stores.placed import ForwardTape, NoRoom, Placed, PlacedTensors, comparing
 
 
 class _There(Counted):
@@ -33,17 +32,20 @@ class _There(Counted):
 
 
 class OpenOnDevice(Tier):
-    """An :class:`OnDevice` at work: the bytes on each device under its limit.
-
-    Attributes:
-        below: the stores behind it in a :class:`Tiered`, by identity. The bytes that they hold on the device count
-            against the limit, too.
-    """
+    """An :class:`OnDevice` at work: the bytes on each device under its limit."""
 
     def __init__(self, budget: DeviceBudgets) -> None:
         self.budget = budget
         self._read = 0  # no lock: an update that another thread overwrites only makes the figure inexact
-        self.below: weakref.WeakValueDictionary[int, Tier] = weakref.WeakValueDictionary()
+        self._below: tuple[weakref.ref[Tier], ...] = ()
+
+    @property
+    def below(self) -> list[Tier]:
+        """The stores behind it in each :class:`Tiered`. What they hold on the device counts against its limit, too."""
+        return [store for ref in self._below if (store := ref()) is not None]
+
+    def add_below(self, stores: Sequence[Tier]) -> None:
+        self._below = tuple(map(weakref.ref, dict.fromkeys([*self.below, *stores])))
 
     def put(self, tensor: torch.Tensor) -> _There:
         nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
@@ -121,52 +123,49 @@ class OnDevice(StoreSpec["OpenOnDevice"]):
 
 
 class Queue:
-    """The tensors of one tier, in the reverse order of reads. It keeps none of them alive.
+    """The tensors of one tier, the oldest first: backward reads them last. It keeps none of them alive.
 
     >>> queue, old, new = Queue(0), Placed(8), Placed(8)
-    >>> for placed, turn in ((old, 7), (new, 3)):
+    >>> for placed in (old, new):
     ...     placed.tier = 0
-    ...     queue.add(placed, turn)
-    >>> queue.last() is old
+    ...     queue.add(placed)
+    >>> queue.oldest() is old
     True
     """
 
     def __init__(self, tier: int) -> None:
         self._tier = tier
-        self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # the tensor that backward reads last comes first
-        self._numbers = itertools.count()
+        self._entries: collections.deque[weakref.ref[Placed]] = collections.deque()
         self._most = 1024  # with more entries than this, entries of dropped and moved tensors are removed
         self._lock = new_lock()
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._entries)
 
-    def add(self, placed: Placed, turn: float) -> None:
+    def add(self, placed: Placed) -> None:
         with self._lock:
-            if len(self._heap) > self._most:
-                self._heap = [entry for entry in self._heap if self._there(entry) is not None]
-                heapq.heapify(self._heap)
-                self._most = 2 * len(self._heap) + 1024
-            heapq.heappush(self._heap, (-turn, next(self._numbers), weakref.ref(placed)))
+            if len(self._entries) > self._most:
+                self._entries = collections.deque(entry for entry in self._entries if self._there(entry) is not None)
+                self._most = 2 * len(self._entries) + 1024
+            self._entries.append(weakref.ref(placed))
 
-    def last(self) -> Placed | None:
-        """The tensor of this tier that backward reads last, the oldest of several; None if the tier is empty."""
+    def oldest(self) -> Placed | None:
+        """The tensor that was put into this tier first; None if the tier is empty."""
         with self._lock:
-            while self._heap:
-                found = self._there(self._heap[0])
+            while self._entries:
+                found = self._there(self._entries[0])
                 if found is not None:
                     return found
-                heapq.heappop(self._heap)
+                self._entries.popleft()
         return None
 
-    def _there(self, entry: tuple[float, int, weakref.ref[Placed]]) -> Placed | None:
+    def _there(self, entry: weakref.ref[Placed]) -> Placed | None:
         """The tensor of ``entry``; None if it was dropped, or is in another tier now."""
-        placed = entry[2]()
+        placed = entry()
         return None if placed is None or placed.dropped or placed.tier != self._tier else placed
 
 
-_BESIDE_PLAN = 8  # tensors to look ahead in the order of reads, beside the plan
-_AHEAD = 32 << 20  # most bytes of these tensors that the tiers are asked to bring nearer
+_AHEAD = 32 << 20  # most bytes that tiers are asked to bring nearer where no limit says how many there is room for
 
 
 class OpenTiered(Store):
@@ -183,60 +182,63 @@ class OpenTiered(Store):
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
         self.specs, self._name = stores, name
         self.stores = tuple(map(_at_work, stores))
+        self._last = len(stores) - 1
+        self._behind = [store for store in self.stores[1:] if isinstance(store, Tier)]
         self._queues: dict[tuple[int, torch.device | None], Queue] = {}
-        limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
-        self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
+        limits = weakref.WeakMethod(self._limits)  # weak: the tapes lie in this object, and no cycle may stay
+        is_told = [tier > 0 and not getattr(store, "reads_ahead", False) for tier, store in enumerate(self.stores)]
+        self.tapes = PlacedTensors(lambda device: found(device) if (found := limits()) is not None else [None], is_told)
         self.largest: dict[torch.device, int] = {}
         self.most: dict[torch.device, int] = {}
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         self._device = self.stores[0] if isinstance(self.stores[0], OpenOnDevice) else None
         if self._device is not None:
-            self._device.below.update({id(store): store for store in self.stores[1:] if isinstance(store, Tier)})
+            self._device.add_below(self._behind)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor`` in the memory of the tier that it will be put into, which need not copy it again."""
-        tier = self.turns.next_tier(tensor.device)
+        tier = self.tapes.next_tier(tensor.device)
         if tier is None:
             budgets = [self._budget(each, tensor.device) for each in range(len(self.stores))]
             tier = next((each for each, of in enumerate(budgets) if of is None or of.has_room(tensor.nbytes)), 0)
         return self.stores[tier].own(tensor)
 
     def put(self, tensor: torch.Tensor) -> Placed:
-        placed = Placed(tensor.nbytes, stream_of(tensor), self, tensor.device)
-        tier = self.turns.put(placed)
+        placed = Placed(tensor.nbytes, None if tensor.is_cpu else stream_of(tensor), self, tensor.device)
+        is_accelerator = self._is_accelerator(placed.device)
+        tier = self.tapes.put(placed)
         try:
-            if tier:  # see [Note: tiers follow a plan] in turns.py
-                self._leave_room(placed.device, tensor.nbytes)
-                with contextlib.suppress(StoreError):  # no tier from there on has room: try the nearer ones
+            if tier:  # see [Note: tiers follow a plan] in placed.py
+                try:  # noqa: SIM105  # `suppress` would be three calls for each saved tensor
                     self._place(placed, tensor, tier)
+                except StoreError:  # no tier from there on has room: try the nearer ones
+                    pass
             if placed.tier < 0:
-                if self._is_accelerator(placed.device):
+                if is_accelerator:
                     self._make_way(placed, is_planned=tier is not None)
                 self._place(placed, tensor, 0)
         except BaseException:
             placed.drop()
             raise
-        if placed.tier > 0 and self._is_accelerator(placed.device):
+        if placed.tier > 0 and is_accelerator:
             self._leave_room(placed.device)
         return placed
 
     def get(self, ticket: Placed) -> torch.Tensor:
         if comparing.is_under_way:
             return self._get_for_comparison(ticket)
-        following = self.turns.read(ticket, _BESIDE_PLAN)
-        if self._is_accelerator(ticket.device):
-            self._leave_room(ticket.device)
+        tape = ticket.tape
+        self.tapes.read(ticket)
         try:
             with ticket.lock:
                 tensor = self._read(ticket)
         finally:
-            ticket.let_go()
-        # `OnDisk` reads ahead by itself, no more than its `in_flight`.
-        planned = self.turns.to_bring(ticket, self._room(ticket.device))
-        self._look_ahead([other for other in planned if self._takes_plans(other.tier)], None)
-        # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
-        limited = self._is_accelerator(ticket.device) and self._device is not None
-        self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
+            if ticket.dropped:
+                ticket.let_go()
+        if self._is_accelerator(ticket.device):
+            self._leave_room(ticket.device)
+        if tape is not None and tape.back:
+            self._bring_nearer(tape, ticket.device)
         return tensor
 
     def _get_for_comparison(self, ticket: Placed) -> torch.Tensor:
@@ -255,15 +257,17 @@ class OpenTiered(Store):
             self._leave_room(ticket.device, wanted)
         try:
             with ticket.lock:
-                return self._read(ticket)
+                tensor = self._read(ticket)
         finally:
             ticket.let_go()
+        if self._is_accelerator(ticket.device):
+            self._leave_room(ticket.device)  # the room that was wanted is there now, and not left for later puts
+        return tensor
 
     def _read(self, ticket: Placed) -> torch.Tensor:
         """The tensor, from the tier that it is in. The caller holds its lock."""
         if ticket.dropped:
             raise StoreError("a stored tensor was read after it was dropped")
-        ticket.asked = False
         store = self.stores[ticket.tier]
         try:
             return store.get(ticket.ticket)
@@ -275,12 +279,23 @@ class OpenTiered(Store):
             return tensor if ticket.at is None else tensor.to(ticket.at.device)
 
     def prefetch(self, ticket: Placed) -> None:
+        if ticket.lock.locked():
+            return  # it is moved or read just now
         try:
             with ticket.lock:
                 if not ticket.dropped:
                     self.stores[ticket.tier].prefetch(ticket.ticket)
         finally:
             ticket.let_go()
+
+    def _bring_nearer(self, tape: ForwardTape, device: torch.device) -> None:
+        """Ask the tiers to bring back what backward reads next, as far as there is room."""
+        room = self._room(device)
+        if room is None:
+            room = _AHEAD - tape.asked_bytes
+        while (placed := self.tapes.next_to_bring(tape, room)) is not None:
+            room -= placed.nbytes
+            self.prefetch(placed)
 
     def drop(self, ticket: Placed) -> None:
         ticket.drop()
@@ -300,7 +315,7 @@ class OpenTiered(Store):
         """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
         # Only the text and the figure of the error: its traceback would hold this frame, which would be a cycle.
         why, free = "", None
-        for tier in range(first, len(self.stores)):
+        for tier in range(first, self._last + 1):
             try:
                 placed.ticket = self._put_at(tier, tensor, placed)
             except StoreError as error:
@@ -312,7 +327,8 @@ class OpenTiered(Store):
                 placed.is_away = True
                 if placed.leaves is not None:
                     placed.leaves()
-            self.queue(tier, placed.device).add(placed, self.turns.of(placed))
+            if tier < self._last:
+                self.queue(tier, placed.device).add(placed)
             return
         said = f"{self._name}: the last tier is full, or failed: {why}"
         raise StoreError(said, wanted=placed.nbytes, free=free)
@@ -320,7 +336,8 @@ class OpenTiered(Store):
     def _put_at(self, tier: int, tensor: torch.Tensor | Outgoing, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
         store, at, device = self.stores[tier], placed.at, placed.device
-        self._mend(tier)
+        if tier in self._broken:
+            self._mend(tier)
         while True:
             try:
                 if isinstance(tensor, Outgoing):
@@ -341,11 +358,10 @@ class OpenTiered(Store):
 
     def _mend(self, tier: int) -> None:
         """Allow a tier that failed to be used again if it is empty; StoreError if it is not."""
-        if tier in self._broken:
-            budget = getattr(self.stores[tier], "budget", None)
-            if isinstance(budget, (ByteBudget, DeviceBudgets)) and budget.held:
-                raise StoreError(f"{self.specs[tier]!r} failed, and is not empty yet")
-            self._broken.discard(tier)
+        budget = getattr(self.stores[tier], "budget", None)
+        if isinstance(budget, (ByteBudget, DeviceBudgets)) and budget.held:
+            raise StoreError(f"{self.specs[tier]!r} failed, and is not empty yet")
+        self._broken.discard(tier)
 
     def queue(self, tier: int, device: torch.device) -> Queue:
         """The tensors that have to make room in ``tier`` for a tensor of ``device``.
@@ -365,21 +381,21 @@ class OpenTiered(Store):
         return budget if isinstance(budget, ByteBudget) else None
 
     def _make_room(self, tier: int, device: torch.device, nbytes: int = 0) -> bool:
-        """Move the tensor of ``tier`` that backward reads last to a tier below.
+        """Move the oldest tensor of ``tier``, which backward reads last, to a tier below.
 
         Returns:
             Whether a tensor was moved.
         """
-        if tier + 1 == len(self.stores):
+        if tier == self._last:
             return False
-        while (last := self.queue(tier, device).last()) is not None:
+        while (oldest := self.queue(tier, device).oldest()) is not None:
             try:
-                with last.lock:
-                    if last.tier != tier or last.dropped:
+                with oldest.lock:
+                    if oldest.tier != tier or oldest.dropped:
                         continue  # another thread has moved or dropped it meanwhile
-                    return self._move_down(last, nbytes)
+                    return self._move_down(oldest, nbytes)
             finally:
-                last.let_go()
+                oldest.let_go()
         return False
 
     def _move_down(self, placed: Placed, nbytes: int) -> bool:
@@ -448,24 +464,21 @@ class OpenTiered(Store):
         if budget is None or budget.limit is None:
             return
         below = self._below()
-        held = [store.device_bytes(device) for store in below]
-        room = budget.limit - budget.held - sum(held) - nbytes
-        self.most[device] = max(self.most.get(device, 0), budget.limit - max(0, room))
+        left = budget.limit - budget.held - nbytes
+        held = [store.device_bytes(device) for store in below] if len(below) > 1 else [0] * len(below)
         for store, own in zip(below, held, strict=True):
-            store.set_device_limit(max(0, room + own), device)
+            most = max(0, left - sum(held) + own)
+            used = budget.limit - most + store.set_device_limit(most, device)
+            self.most[device] = max(self.most.get(device, 0), min(budget.limit, used))
 
-    def _room(self, device: torch.device) -> int:
-        """Bytes that may be brought back to ``device``; 0 if the first tier has no limit there."""
+    def _room(self, device: torch.device) -> int | None:
+        """Bytes that may be brought back to ``device``; None if no limit says it."""
         budget = self._nearest(device)
-        if budget is None or budget.limit is None:
-            return 0
-        below = self._below() if self._is_accelerator(device) else []
-        room = budget.limit - budget.held - sum(store.device_bytes(device) for store in below)
-        return min([room, *(store.device_room(device) for store in below if store.takes_plans)])
-
-    def _takes_plans(self, tier: int) -> bool:
-        store = self.stores[tier]
-        return isinstance(store, Tier) and store.takes_plans
+        if budget is None or budget.limit is None or len(self._behind) < self._last:
+            return None
+        if not self._is_accelerator(device):
+            return budget.limit - budget.held
+        return min(store.device_room(device) for store in self._behind)  # `_leave_room` has said what is left to them
 
     def _is_accelerator(self, device: torch.device) -> bool:
         """Whether ``device`` is an accelerator, whose memory the copies on their way to lower tiers take."""
@@ -476,23 +489,7 @@ class OpenTiered(Store):
         return None if self._device is None else self._device.budget.of(device)
 
     def _below(self) -> list[Tier]:
-        return [] if self._device is None else list(self._device.below.values())
-
-    def _look_ahead(self, following: Sequence[Placed], most: int | None) -> None:
-        """Ask the tiers to bring the tensors of ``following`` nearer; ``most`` bytes of them, None for all."""
-        for placed in following:
-            if most is not None:
-                most -= placed.nbytes if placed.tier > 0 else 0
-                if most < 0:
-                    return
-            if placed.tier > 0 and not placed.asked and not placed.lock.locked():
-                try:
-                    with placed.lock:
-                        if placed.tier > 0 and not placed.dropped:
-                            placed.asked = True
-                            self.stores[placed.tier].prefetch(placed.ticket)
-                finally:
-                    placed.let_go()
+        return [] if self._device is None else self._device.below
 
 
 def _at_work(store: Store) -> Store:
@@ -563,7 +560,8 @@ class Tiered(StoreSpec["OpenTiered"]):
         return f"Tiered({', '.join(map(repr, self.stores))})"
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        return any(store.leaves_memory(tensor) for store in self.stores)
+        *others, last = self.stores  # mostly the last one does, and each saved tensor asks
+        return last.leaves_memory(tensor) or any(store.leaves_memory(tensor) for store in others)
 
     def tier_of(self, ticket: Placed) -> int:
         """The number of the tier that a tensor is in now; the first is 0."""

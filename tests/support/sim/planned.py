@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from disthooks.saved.stores.plan import Placement, Tapes, make_plan
 from tests.support.sim.clock import Block, Event, Machine, Policy
 
-MIB = 1 << 20
-
 
 class _Entry:
     """A saved storage in its place of the tape.
@@ -53,14 +51,13 @@ class PlannedTiered(Policy):
         self._early: set[int] = set()  # positions that were dropped in forward
 
     def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Placement:
-        group = max(1, min(64 * MIB, self.limit // 8))
-        return make_plan(sizes, [self.limit, None], group=group, reads=reads)
+        return make_plan(sizes, [self.limit, None], reads)
 
     @property
     def plan(self) -> Placement | None:
         """The plan for the newest storage; None if there is none, or if the tape is longer than it said."""
         plan = self.tapes.plan
-        return None if plan is None or len(self._order) > len(plan) else plan
+        return None if plan is None or len(self._order) > len(plan.places) else plan
 
     def begin(self, machine: Machine) -> None:
         super().begin(machine)
@@ -85,7 +82,7 @@ class PlannedTiered(Policy):
         self._count(block)
         plan, position = self.plan, len(self._order) - 1
         entry = _Entry(position, block, self.machine.compute.record(), plan is not None)
-        if plan is not None and plan.group(position).place and block.nbytes:
+        if plan is not None and plan.places[position] and block.nbytes:
             self._send(entry)
         else:
             self._here.append(entry)
@@ -158,13 +155,8 @@ class PlannedTiered(Policy):
         self._leaving = [entry for entry in self._leaving if entry.leaves and entry.sent is not None]
         # In the order of the last reads; what is read first is taken from the end.
         plan = self.plan
-        turn = {} if plan is None else {plan.groups[i].first: -n for n, i in enumerate(plan.back)}
-
-        def last_first(entry: _Entry) -> tuple[int, int]:
-            first = entry.position if plan is None else plan.group(entry.position).first
-            return turn.get(first, -len(turn)), entry.position
-
-        self._back = sorted(self._gone + self._leaving, key=last_first)
+        turn = {} if plan is None else {position: n for n, position in enumerate(plan.order)}
+        self._back = sorted(self._gone + self._leaving, key=lambda entry: -turn.get(entry.position, -entry.position))
         self._refill()
 
     def _refill(self) -> None:

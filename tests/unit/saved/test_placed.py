@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 import gc
 import pathlib
 import weakref
@@ -91,3 +92,55 @@ def test_what_a_read_costs_does_not_grow_with_the_forward(tmp_path: pathlib.Path
             tickets.clear()
         calls.append(sum(entry.callcount for entry in profile.getstats()) / count)
     assert calls[1] < 1.5 * calls[0]
+
+
+def calls_of(store: dh.OnDisk | dh.Tiered) -> float:
+    """Calls of functions for a tensor of 4 KiB that an operator saves, in forward and backward of the fourth step."""
+    x = torch.randn(1024, requires_grad=True)
+
+    def step() -> None:
+        with dh.saving(store, at_least=0):
+            y = x
+            for _ in range(200):
+                y = y.sin()
+        y.sum().backward()
+
+    for _ in range(3):
+        step()
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    return sum(entry.callcount for entry in profile.getstats()) / 200
+
+
+def test_a_tier_in_front_of_a_disk_adds_at_most_half_to_what_a_tensor_costs(tmp_path: pathlib.Path) -> None:
+    """194 calls and 146 (a third) where this was measured; a tensor that stays costs 165."""
+    disk = calls_of(dh.OnDisk(tmp_path))
+    assert disk > 50
+    assert calls_of(dh.Tiered(dh.OnDevice(0), dh.OnDisk(tmp_path))) < 1.5 * disk
+    assert calls_of(dh.Tiered(dh.OnDevice("1 GiB"), dh.OnDisk(tmp_path))) < 1.3 * disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Copies):
+    """A user's store: it notes which of its tensors it was told of before they were read, by their first value."""
+
+    told: list[float] = dataclasses.field(default_factory=list, compare=False)
+
+    def prefetch(self, ticket: torch.Tensor) -> None:
+        self.told.append(float(ticket[0]))
+
+
+def test_a_store_of_a_user_is_told_what_backward_reads_soon() -> None:
+    """In the order of reads, also before there is a plan and against it; 32 MiB at once, and nothing twice."""
+    n = 1 << 20  # 4 MiB
+    store = Told()
+    tiers = dh.Tiered(dh.OnDevice(2 * 4 * n), store)
+    for count in (12, 12, 14):  # nothing is known of the first, and the third is longer than the second
+        tickets = [tiers.put(torch.full((n,), float(i))) for i in range(count)]
+        assert [tiers.tier_of(ticket) for ticket in tickets] == [1] * (count - 2) + [0] * 2
+        store.told.clear()
+        for i in reversed(range(count)):
+            tiers.get(tickets[i])
+            first = i if i < count - 2 else count - 2  # what was read is told no more
+            assert store.told == [float(j) for j in range(count - 3, max(-1, first - 9), -1)]
+            tiers.drop(tickets.pop())
