@@ -32,7 +32,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    stream: torch.Stream = torch.accelerator.current_stream(device)
+    # With an index torch need not ask which accelerator there is.
+    stream: torch.Stream = torch.accelerator.current_stream(device if device.index is None else device.index)
     return stream
 
 

@@ -17,8 +17,8 @@ from disthooks._torch import capturing
 # [Note: both ends of a copy]
 # Copies run on two side streams for each device, one for each direction, and events order them. If memory is freed
 # while another stream still reads or writes it, the allocator gives it to another tensor, and numbers are wrong. So a
-# link holds the source and the target of each copy until the copy's event has happened. It asks the events whenever it
-# is used. Nothing here makes the host wait, except ``wait``.
+# link holds the source and the target of each copy until the copy's event has happened. Those who use it call ``poll``,
+# which asks the events. Nothing here makes the host wait, except ``wait``.
 #
 # A destructor may ask whether a copy is done. If it is, the destructor frees the memory at once; if not, the link frees
 # it later. While a CUDA graph is captured, events must not be asked, so no copy counts as done.
@@ -140,7 +140,6 @@ class Link:
         """
         source = tensor.detach().contiguous()
         with self._lock:
-            self.poll()
             self._out.wait_event(event_on(current_stream(self.device)))
             outgoing = Outgoing(source, host, rate)
             with _all_of_a_copy(self._out):
@@ -170,7 +169,6 @@ class Link:
     def bring(self, host: torch.Tensor, filled: torch.Event | None, rate: Throughput | None = None) -> Coming:
         """Begin to copy ``host`` to the device, into memory of the current stream. :meth:`take` returns the tensor."""
         with self._lock:
-            self.poll()
             stream = current_stream(self.device)
             coming = Coming(torch.empty(host.shape, dtype=host.dtype, device=self.device), host, stream, rate)
             self._back.wait_event(event_on(stream))  # the new memory may have been another tensor's until now

@@ -55,7 +55,7 @@ class OpenOnCpu(Tier):
     def put(self, tensor: torch.Tensor) -> _Held | _Sent:
         """Copy ``tensor`` to the CPU; hold the tensor itself if it is there already."""
         if on_accelerator(tensor):
-            return self._send(tensor, may_stay=True)
+            return self._send(tensor)
         nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps its whole storage alive
         held = _Held(tensor, self.budget)
         self.budget.reserve(nbytes, held)
@@ -69,14 +69,14 @@ class OpenOnCpu(Tier):
 
     def put_away(self, tensor: torch.Tensor) -> _Held | _Sent:
         """Like :meth:`put`, but a copy begins even if backward reads the tensor soon."""
-        return self._send(tensor, may_stay=False) if on_accelerator(tensor) else self.put(tensor)
+        return self._send(tensor, of_tiers=True) if on_accelerator(tensor) else self.put(tensor)
 
-    def _send(self, tensor: torch.Tensor, may_stay: bool) -> _Sent:
+    def _send(self, tensor: torch.Tensor, of_tiers: bool = False) -> _Sent:
         offload = self.offload(tensor.device)
-        sent = _Sent(offload, offload.entry(tensor))
+        sent = _Sent(offload, offload.entry(tensor, of_tiers))
         try:
             self._reserve(sent.entry)
-            offload.put(sent.entry, may_stay)
+            offload.put(sent.entry)
         except BaseException as error:
             sent.drop()  # now, because the traceback holds this frame
             if isinstance(error, OSError):

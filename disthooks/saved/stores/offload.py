@@ -30,6 +30,8 @@ class Offloaded:
     Attributes:
         tensor: the tensor, until it is sent; None after that.
         own: whether ``tensor`` is a copy that only the store has.
+        order: the order in which backward reads, which it is a part of; None if a ``Tiered`` knows it, and says which
+            tensors come back early.
         counted: bytes that count as held on the device; 0 once the tensor is in a transfer, which counts instead.
         reserved: bytes of host memory that a budget counts.
         transfer: the transfer that the tensor was sent in.
@@ -54,7 +56,7 @@ class Offloaded:
         "transfer",
     )
 
-    def __init__(self, tensor: torch.Tensor, order: TimedOrder) -> None:
+    def __init__(self, tensor: torch.Tensor, order: TimedOrder | None) -> None:
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
         self.order, self.stream = order, current_stream(tensor.device)
         # A copy is contiguous, and a small part of a large storage does not keep that storage alive.
@@ -170,7 +172,7 @@ class Offload(Shared[Offloaded]):
         super().__init__()
         self.device, self.budget = device, budget
         self._in_flight = self._left = most  # ``_left`` is what a ``Tiered`` leaves of it
-        self._of_tiers: set[Offloaded] = set()  # put by a ``Tiered``, which says which of them come back early
+        self._of_tiers: set[Offloaded] = set()  # put by a ``Tiered``
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
@@ -190,30 +192,31 @@ class Offload(Shared[Offloaded]):
 
     # -- for the threads of the computation
 
-    def entry(self, tensor: torch.Tensor) -> Offloaded:
-        """An entry for ``tensor``, to be given to :meth:`put`."""
-        return Offloaded(tensor.detach(), self._own())
+    def entry(self, tensor: torch.Tensor, of_tiers: bool = False) -> Offloaded:
+        """An entry for ``tensor``, to be given to :meth:`put`; ``of_tiers`` if it is a tensor of a ``Tiered``."""
+        return Offloaded(tensor.detach(), None if of_tiers else self._own())
 
-    def put(self, entry: Offloaded, may_stay: bool = True) -> None:
+    def put(self, entry: Offloaded) -> None:
         """Send the tensor of ``entry`` to the host, join it with others, or keep it if backward reads it soon.
 
-        With ``may_stay=False`` it is a tensor of a ``Tiered``, and not kept. A copy begins when the work that is queued
-        on the current stream now is done.
+        A tensor of a ``Tiered`` is not kept. A copy begins when the work that is queued on the current stream now is
+        done.
 
         Raises:
             OSError: if there is no host memory for the tensor, or for another one that has to make room for it.
         """
         with self._lock:
             self._apply_releases()
-            entry.order.put(entry)
             self._alive.add(entry)
-            if not may_stay:
+            if entry.order is None:
                 self._of_tiers.add(entry)
+            else:
+                entry.order.put(entry)
             if not entry.nbytes:
                 return
             entry.counted = entry.nbytes
             self._bytes += entry.nbytes
-            if may_stay and entry.order.is_back_soon(entry, self.most):
+            if entry.order is not None and entry.order.is_back_soon(entry, self.most):
                 self._staying[entry] = None
             elif entry.nbytes > SMALL:
                 self._send([entry])
@@ -232,20 +235,21 @@ class Offload(Shared[Offloaded]):
             self._apply_releases()
             if entry.dropped:
                 raise StoreError("a stored tensor was read after it was dropped")
+            order = entry.order
+            if order is None:
+                return self._found(entry)
             # In some steps the read is timed, by an event before it and one after it.
-            timed = entry.order.is_timed(entry)
+            timed = order.is_timed(entry)
             came = event_on(current_stream(self.device), timed=True) if timed else None
-            entry.order.read(entry)
+            order.read(entry)
             found = self._found(entry)
             if came is not None:
-                entry.order.mark(entry, came, event_on(current_stream(self.device), timed=True))
-            if entry not in self._of_tiers:
-                self._look_ahead(entry)
+                order.mark(entry, came, event_on(current_stream(self.device), timed=True))
+            self._look_ahead(entry, order)
             return found
 
     def prefetch(self, entry: Offloaded) -> None:
         with self._lock:
-            self._apply_releases()
             transfer = entry.transfer
             if transfer is None or entry.dropped or transfer.is_there or transfer.coming:
                 return
@@ -340,10 +344,10 @@ class Offload(Shared[Offloaded]):
         """
         with self._lock:
             self._apply_releases()
-            before = self._on_device
+            before = now = self._on_device
             self._left = min(nbytes, self._in_flight)
-            while self._on_device > self._left and self._relieve(None):
-                pass
+            while now > self._left and self._relieve(None):
+                now = self._on_device
             return before
 
     def wait_for_memory(self) -> bool:
@@ -435,7 +439,8 @@ class Offload(Shared[Offloaded]):
 
     def _apply_release(self, release: Offloaded) -> None:
         entry, transfer = release, release.transfer
-        entry.order.drop(entry)
+        if entry.order is not None:
+            entry.order.drop(entry)
         self._alive.discard(entry)
         self._of_tiers.discard(entry)
         self._staying.pop(entry, None)
@@ -517,14 +522,14 @@ class Offload(Shared[Offloaded]):
             self.in_vain += transfer.nbytes
             self._is_taken(transfer)  # the link holds the memory on the device until the copy into it is done
 
-    def _look_ahead(self, entry: Offloaded) -> None:
+    def _look_ahead(self, entry: Offloaded, order: TimedOrder) -> None:
         """Bring back the tensors that backward reads after ``entry``, each just in time.
 
         A tensor that comes back too early takes memory from the computation.
         """
-        times = entry.order.times()
+        times = order.times()
         due: dict[Transfer, float] = {}  # in the order of reads, with the time at which backward reads each
-        following = cast("Iterable[tuple[Offloaded, float]]", entry.order.after(entry))
+        following = cast("Iterable[tuple[Offloaded, float]]", order.after(entry))
         soonest, room = None, self.most - self._on_device + sum(transfer.nbytes for transfer in self._coming)
         for other, _ in itertools.islice(following, _AHEAD):
             at, transfer = times.get(other.position), other.transfer

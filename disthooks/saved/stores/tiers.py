@@ -463,13 +463,13 @@ class OpenTiered(Store):
         budget = self._nearest(device)
         if budget is None or budget.limit is None:
             return
-        below = self._below()
-        left = budget.limit - budget.held - nbytes
-        held = [store.device_bytes(device) for store in below] if len(below) > 1 else [0] * len(below)
-        for store, own in zip(below, held, strict=True):
+        below, limit = self._below(), budget.limit
+        left = limit - budget.held - nbytes
+        held = [store.device_bytes(device) for store in below] if len(below) > 1 else [0]
+        for store, own in zip(below, held, strict=False):  # one store needs not be asked before
             most = max(0, left - sum(held) + own)
-            used = budget.limit - most + store.set_device_limit(most, device)
-            self.most[device] = max(self.most.get(device, 0), min(budget.limit, used))
+            used = limit - most + store.set_device_limit(most, device)
+            self.most[device] = max(self.most.get(device, 0), min(limit, used))
 
     def _room(self, device: torch.device) -> int | None:
         """Bytes that may be brought back to ``device``; None if no limit says it."""
