@@ -132,7 +132,8 @@ def pipeline(
     Args:
         stages: the stages.
         at_least: tensors of fewer bytes stay in memory: an int or text such as ``"1 MiB"``; 0 sends every tensor to the
-            store. None for ``store.min_bytes``: 64 KiB for ``OnDisk``, 4 KiB for others, 0 for ``Functions``.
+            store. None for ``store.min_bytes``: 64 KiB for ``OnDisk`` and ``OnCpu``, 4 KiB for others, 0 for
+            ``Functions``.
         selective_checkpoints: whether the tensors that a selective checkpoint keeps for backward go to the store, too.
 
     Raises:

@@ -43,7 +43,7 @@ class SaveWith(nn.Module):
         module: the module to wrap.
         stages: a store; before it :class:`~disthooks.Recompute` and codecs, in this order.
         at_least: tensors of fewer bytes stay where they are: an int or text such as ``"1 MiB"``, 0 for all to go. None
-            for 64 KiB with ``OnDisk``, 4 KiB with other stores.
+            for 64 KiB with ``OnDisk`` and ``OnCpu``, 4 KiB with other stores.
         selective_checkpoints: whether the tensors that a selective checkpoint keeps for backward go to the store, too.
 
     Raises:

@@ -6,23 +6,21 @@ import gc
 import math
 import threading
 import types
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
-from disthooks.errors import StoreError
 from disthooks.saved.stores import copies
 from disthooks.saved.stores.order import TimedOrder
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
-from tests.support.stores.inside import device_bytes, in_host, offload_of
+from tests.support.stores.inside import in_host, offload_of
 
-KIB, MiB = 1 << 10, 1 << 20
+MiB = 1 << 20
 
 
 @pytest.mark.parametrize("in_flight", ["512 MiB", "300 KiB", "64 KiB", 0])
@@ -118,47 +116,6 @@ def test_device_memory_falls(device: torch.device) -> None:
     assert plain > 38 * x.nbytes
     assert max(ours) < plain / 3
     assert max(ours) < 3 * MiB + 6 * x.nbytes
-
-
-def test_small_ones_go_together(device: torch.device) -> None:
-    """100 tensors of 4 KiB: one copy each way, and bits as they were."""
-    only_simulated(device)
-    store = dh.OnCpu(in_flight="64 MiB")
-    values = [torch.full((1024,), float(i)).to(device) for i in range(100)]
-    with simulated.counted() as counts:
-        tickets = [store.put(value) for value in values]
-        store.wait()
-        del values
-    assert counts["to_host_async"] == 1
-    assert counts["to_host_async_bytes"] == 100 * 4096
-    with simulated.counted() as counts:
-        found = [store.get(ticket) for ticket in reversed(tickets)]
-    assert counts["to_device_async"] == 1
-    assert counts["to_device_async_bytes"] == 100 * 4096
-    assert counts.waits == 0
-    found[0].zero_()  # each has memory of its own
-    assert [float(value[7]) for value in found] == [0.0, *map(float, range(98, -1, -1))]
-    for ticket in tickets:
-        store.drop(ticket)
-    assert is_clean(store, device)
-
-
-def test_small_ones_that_came_back_with_another_one_count_and_make_room(device: torch.device) -> None:
-    """A backward may read one tensor of each copy and leave the others for later: they may not fill the device."""
-    store = dh.OnCpu(in_flight="1 MiB", pin_memory=False)
-    tickets = [store.put(torch.full((8192,), float(i), device=device)) for i in range(512)]
-    store.wait()
-    torch.accelerator.synchronize()
-    before = torch.accelerator.memory_allocated(device)
-    for first in (0, 1, 2, 3):
-        for number in range(first, 512, 4):  # four tensors share a copy
-            assert float(store.get(tickets[number])[7]) == number
-        assert 0 < device_bytes(store, device) <= 1 << 20
-        torch.accelerator.synchronize()
-        assert torch.accelerator.memory_allocated(device) - before <= 1 << 20
-    for ticket in tickets:
-        store.drop(ticket)
-    assert is_clean(store, device)
 
 
 def test_small_ones_of_all_kinds(device: torch.device) -> None:
@@ -334,40 +291,3 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
         assert tier(store).held > 1 << 20
     done.clear()
     assert is_clean(store, device)
-
-
-def _host(store: dh.OnCpu, device: torch.device) -> int:
-    """Bytes of host memory that what was sent takes."""
-    return offload_of(store, device).pool.in_use
-
-
-def test_one_survivor_counts_as_the_memory_that_it_keeps(device: torch.device) -> None:
-    store = dh.OnCpu("2 MiB", in_flight="1 MiB", pin_memory=False)
-    before = _host(store, device)
-    survivors: list[tuple[int, Any]] = []
-
-    def group(number: int) -> None:
-        """Four tensors of 32 KiB go together, and one of them stays."""
-        tickets = [store.put(torch.full((8 * KIB,), float(number), device=device)) for _ in range(4)]
-        store.wait()
-        survivors.append((number, tickets[0]))
-        for ticket in tickets[1:]:
-            store.drop(ticket)
-
-    def groups() -> None:
-        for number in range(300):
-            group(number)
-
-    with pytest.raises(StoreError, match="full"):
-        groups()
-    assert 4 <= len(survivors) < 64
-    assert _host(store, device) - before <= 2 * KIB * KIB + 256 * KIB
-    for number, ticket in survivors:
-        assert torch.equal(store.get(ticket).cpu(), torch.full((8 * KIB,), float(number)))
-        store.drop(ticket)
-    survivors.clear()
-    del ticket
-    torch.accelerator.synchronize()
-    store.wait()
-    assert store.report()[0].held == 0
-    store.put(torch.ones(8 * KIB, device=device))  # there is room again

@@ -135,7 +135,7 @@ def test_nothing_is_left_of_a_step_that_was_interrupted(kind: str, quiet: None) 
 
 @pytest.mark.second_tier
 @pytest.mark.full_tier(small=(False,))
-@pytest.mark.parametrize("small", [False, True], ids=["large", "joined"])
+@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_on_a_device(kind: str, small: bool, device: torch.device, quiet: None) -> None:
     trials(kind, device, small)

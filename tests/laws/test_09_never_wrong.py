@@ -89,7 +89,7 @@ print(dh.Tiered(dh.OnDevice(1), dh.OnDisk(sys.argv[1])).min_bytes, dh.OnCpu().mi
         "256 131072 {}",
     ]
     assert "nothing was stored: 256 B are in tensors too small" in done.stdout
-    assert done.stdout.splitlines()[-1] == "65536 4096"
+    assert done.stdout.splitlines()[-1] == "65536 65536"
 
 
 # --- What a store cannot hold is kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -177,9 +177,9 @@ class OnCpu(StoreSpec["OpenOnCpu"]):
     """Keep saved tensors of a GPU in CPU memory. A tensor that is in CPU memory already stays there, without a copy.
 
     The copies run beside the computation, on streams of their own. A tensor is copied out as soon as it is saved;
-    small tensors (up to 64 KiB) share a copy. It is copied back before backward reads it: the store learns the order
-    and the times of the reads from the last backward. The last tensors of a forward are not copied, because backward
-    reads them at once.
+    tensors under 64 KiB stay where they are, unless ``at_least`` says another limit. It is copied back before backward
+    reads it: the store learns the order and the times of the reads from the last backward. The last tensors of a
+    forward are not copied, because backward reads them at once.
 
     ``Tiered(OnDevice("10 GiB"), OnCpu())`` keeps so many bytes on the device by plan: those that backward reads first.
 
@@ -209,6 +209,8 @@ class OnCpu(StoreSpec["OpenOnCpu"]):
     True
     """
 
+    # Each copy has a fixed cost, and large models save hardly a byte in smaller tensors (decision 231).
+    min_bytes: ClassVar[int] = 64 << 10
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)
     in_flight: int | str = field(default="512 MiB", kw_only=True)

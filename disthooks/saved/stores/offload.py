@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -18,54 +18,54 @@ from disthooks.saved.stores.copies import Coming, Outgoing, Throughput, link_of
 from disthooks.saved.stores.host import pool_of, tensor_over
 from disthooks.saved.stores.order import PerThread, TimedOrder
 
-SMALL = 64 << 10  # bytes: smaller tensors share one copy, because each copy has a fixed cost (decision 41)
-JOINED = 1 << 20  # bytes: when the small tensors of a stream have so many, they are copied
 _AHEAD = 64  # tensors to look ahead: backward departs from the expected order by a few, so more would only cost time
 _MARGIN = 1.5  # a copy is expected to take up to so many times as long as the last copies took
 
 
 class Offloaded:
-    """One tensor of a device in :class:`OnCpu`: still on the device, or in a transfer.
+    """One tensor of a device in :class:`OnCpu`: still on the device, in host memory, or on its way.
 
     Attributes:
         tensor: the tensor, until it is sent; None after that.
         own: whether ``tensor`` is a copy that only the store has.
+        counted: bytes that count as held on the device until the tensor is sent.
         order: the order in which backward reads, which it is a part of; None if a ``Tiered`` knows it, and says which
             tensors come back early.
-        counted: bytes that count as held on the device; 0 once the tensor is in a transfer, which counts instead.
         reserved: bytes of host memory that a budget counts.
-        transfer: the transfer that the tensor was sent in.
-        offset: the byte of the transfer at which the tensor begins.
+        outgoing: the copy to the host, once it is sent.
+        coming: the copy back that began before backward asked for it.
+        came: the event at the end of the last copy back.
         stream: the stream that filled the tensor.
     """
 
     __slots__ = (
+        "came",
+        "coming",
         "counted",
         "device",
         "dropped",
-        "dtype",
         "nbytes",
-        "offset",
         "order",
+        "outgoing",
         "own",
         "position",
         "reserved",
-        "shape",
         "stream",
         "tensor",
-        "transfer",
     )
 
     def __init__(self, tensor: torch.Tensor, order: TimedOrder | None) -> None:
-        self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
+        self.nbytes, self.device = tensor.nbytes, tensor.device
         self.order, self.stream = order, current_stream(tensor.device)
         # A copy is contiguous, and a small part of a large storage does not keep that storage alive.
         is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         self.own = not is_plain or tensor.untyped_storage().nbytes() > 2 * self.nbytes
         self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
         self.position, self.dropped = 0, False
-        self.counted = self.reserved = self.offset = 0
-        self.transfer: Transfer | None = None
+        self.counted = self.reserved = 0
+        self.outgoing: Outgoing | None = None
+        self.coming: Coming | None = None
+        self.came: torch.Event | None = None
 
     def itself(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which was put, for the current stream.
@@ -75,93 +75,31 @@ class Offloaded:
         tensor = handed_over(tensor, self.stream)
         return tensor.clone() if self.own else tensor
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy reads or writes its host memory any more."""
+        # `is_done` is False while a graph is captured, so that `query` is not called then.
+        return self.outgoing is None or (self.outgoing.is_done() and (self.came is None or self.came.query()))
+
+    def wait(self) -> None:
+        """Make the host wait until no copy uses its host memory."""
+        if self.outgoing is not None:
+            self.outgoing.wait()
+        if self.came is not None:
+            self.came.synchronize()
+
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     used_on(tensor, current_stream(tensor.device))
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-class Transfer:
-    """The unit of copies: a tensor, or many small ones joined in one 1-D uint8 tensor. It goes and comes back whole.
-
-    Attributes:
-        members: the tensors in it that are not dropped.
-        joined: whether it was made of several tensors.
-        coming: the copy back that began before backward asked for it.
-        came: the event at the end of the last copy back.
-        whole: the joined tensor that came back, until each of its members was read.
-        reserved: bytes of dropped members that a budget counts, because their host memory is still in use.
-    """
-
-    __slots__ = ("_stream", "_unread", "came", "coming", "joined", "members", "nbytes", "outgoing", "reserved", "whole")
-
-    def __init__(self, members: Sequence[Offloaded], outgoing: Outgoing) -> None:
-        self.members, self.outgoing, self.joined = set(members), outgoing, len(members) > 1
-        self.nbytes = outgoing.host.nbytes
-        self.coming: Coming | None = None
-        self.came: torch.Event | None = None
-        self.whole: torch.Tensor | None = None
-        self.reserved = 0
-        self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
-        self._unread: set[Offloaded] = set()
-
-    @property
-    def is_there(self) -> bool:
-        return self.outgoing.source is not None or self.whole is not None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no copy reads or writes its host memory any more."""
-        # `is_done` is False while a graph is captured, so that `query` is not called then.
-        return self.outgoing.is_done() and (self.came is None or self.came.query())
-
-    def wait(self) -> None:
-        """Make the host wait until no copy uses its host memory."""
-        self.outgoing.wait()
-        if self.came is not None:
-            self.came.synchronize()
-
-    def from_source(self, entry: Offloaded, source: torch.Tensor) -> torch.Tensor:
-        """The tensor of ``entry``, from the ``source`` of the copy to the host, which is still on the device."""
-        return self._part(entry, handed_over(source, self._stream)) if self.joined else entry.itself(source)
-
-    def from_back(self, entry: Offloaded, back: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of ``entry`` for the current stream, from ``back``, which just came back.
-
-        If ``back`` is None, the transfer came back before, and the tensor is a part of ``whole``.
-        """
-        if not self.joined and back is not None:
-            return back
-        if back is not None:
-            self.whole, self._stream, self._unread = back, current_stream(back.device), set(self.members)
-        assert self.whole is not None
-        part = self._part(entry, handed_over(self.whole, self._stream))
-        self.done_with(entry)
-        return part
-
-    def done_with(self, entry: Offloaded) -> None:
-        """Note that ``entry`` was read or dropped; free ``whole`` after the last one."""
-        self._unread.discard(entry)
-        if not self._unread:
-            self.whole = None
-
-    def in_host(self, entry: Offloaded) -> torch.Tensor:
-        """The tensor of ``entry`` in host memory. The host waits until it is there."""
-        host = self.outgoing.wait()
-        return self._part(entry, host) if self.joined else host
-
-    @staticmethod
-    def _part(entry: Offloaded, whole: torch.Tensor) -> torch.Tensor:
-        # A clone, because the caller may write to it, and because its memory can be freed without the others.
-        return whole[entry.offset : entry.offset + entry.nbytes].clone().view(entry.dtype).view(entry.shape)
-
-
 class Offload(Shared[Offloaded]):
     """Copies tensors of ``device`` to host memory and back, beside the computation.
 
-    It holds at most ``most`` bytes on the device, or one transfer if the newest is larger. Four kinds of tensors are
-    held there: tensors that are being copied, tensors that are not sent because backward reads them soon, tensors that
-    were brought back before backward reads them, and small tensors that came back because they share a copy.
+    It holds at most ``most`` bytes on the device, or one tensor if the newest is larger. Three kinds of tensors are
+    held there: tensors that are being copied, tensors that are not sent because backward reads them soon, and tensors
+    that were brought back before backward reads them.
 
     Attributes:
         out, back: the bytes copied to the host and back, and the time of these copies by the device's clock.
@@ -178,17 +116,12 @@ class Offload(Shared[Offloaded]):
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
         self._own = PerThread(TimedOrder)  # one order for each thread that puts
         self._staying: dict[Offloaded, None] = {}  # the oldest first
-        self._open: dict[int, list[Offloaded]] = {}  # small tensors that will be joined, by the stream that made them
-        self._open_bytes: collections.Counter[int] = collections.Counter()  # of these, by stream
-        self._flying: collections.deque[Transfer] = collections.deque()  # the oldest first
-        self._bytes = 0  # bytes of the tensors in these three
-        self._coming: dict[Transfer, None] = {}  # brought back before backward reads them, the oldest first
-        self._cached: dict[Transfer, None] = {}  # joined, and back until all their tensors are read; the oldest first
-        self._back_bytes = 0  # bytes of the transfers in these two
+        self._flying: collections.deque[Offloaded] = collections.deque()  # the oldest first
+        self._bytes = 0  # bytes of the tensors in these two
+        self._coming: dict[Offloaded, None] = {}  # brought back before backward reads them, the oldest first
+        self._back_bytes = 0  # of these
         self._alive: set[Offloaded] = set()  # put and not dropped
-        self._dropped_in_use: collections.deque[Transfer] = (
-            collections.deque()
-        )  # dropped, while copies use their host memory
+        self._dropped_in_use: collections.deque[Offloaded] = collections.deque()  # while copies use their host memory
 
     # -- for the threads of the computation
 
@@ -197,7 +130,7 @@ class Offload(Shared[Offloaded]):
         return Offloaded(tensor.detach(), None if of_tiers else self._own())
 
     def put(self, entry: Offloaded) -> None:
-        """Send the tensor of ``entry`` to the host, join it with others, or keep it if backward reads it soon.
+        """Send the tensor of ``entry`` to the host, or keep it if backward reads it soon.
 
         A tensor of a ``Tiered`` is not kept. A copy begins when the work that is queued on the current stream now is
         done.
@@ -218,14 +151,8 @@ class Offload(Shared[Offloaded]):
             self._bytes += entry.nbytes
             if entry.order is not None and entry.order.is_back_soon(entry, self.most):
                 self._staying[entry] = None
-            elif entry.nbytes > SMALL:
-                self._send([entry])
-            else:  # small tensors of one stream share a copy
-                stream = entry.stream.stream_id
-                self._open.setdefault(stream, []).append(entry)
-                self._open_bytes[stream] += entry.nbytes
-                if self._open_bytes[stream] >= min(JOINED, self.most // 8):
-                    self._flush([stream])
+            else:
+                self._send(entry)
             while self._on_device > self.most and self._relieve(entry):
                 pass
 
@@ -250,11 +177,10 @@ class Offload(Shared[Offloaded]):
 
     def prefetch(self, entry: Offloaded) -> None:
         with self._lock:
-            transfer = entry.transfer
-            if transfer is None or entry.dropped or transfer.is_there or transfer.coming:
+            if entry.dropped or not self._is_away(entry) or entry.coming is not None:
                 return
-            if self._has_room(transfer) or not self._on_device:
-                self._bring([transfer], {transfer})
+            if self._has_room(entry) or not self._on_device:
+                self._bring([entry], {entry})
 
     def drop(self, entry: Offloaded) -> None:
         """Release the tensor of ``entry``; destructors call this. See [Note: destructors].
@@ -263,15 +189,13 @@ class Offload(Shared[Offloaded]):
         """
         if entry.dropped:
             return
-        transfer = entry.transfer
         entry.tensor = None
-        is_idle = transfer is None
-        if transfer is not None and not transfer.joined:
-            coming, is_idle = transfer.coming, transfer.outgoing.is_taken or transfer.is_idle
-            if coming is not None and coming.is_done():
-                coming.tensor = None
-            if transfer.outgoing.is_done():
-                transfer.outgoing.source = None
+        outgoing, coming = entry.outgoing, entry.coming
+        is_idle = outgoing is None or outgoing.is_taken or entry.is_idle
+        if coming is not None and coming.is_done():
+            coming.tensor = None
+        if outgoing is not None and outgoing.is_done():
+            outgoing.source = None
         if is_idle:
             reserved, entry.reserved = entry.reserved, 0
             self.budget.release(reserved)
@@ -280,19 +204,15 @@ class Offload(Shared[Offloaded]):
 
     def wait(self) -> None:
         """Make the host wait until all tensors that are to be sent have arrived."""
-        with self._lock:
-            self._apply_releases()
-            self._flush()
         self._link.wait()
         with self._lock:
             self._apply_releases()
 
     def host_copy(self, entry: Offloaded) -> Outgoing | None:
-        """The copy of ``entry``, for another store; None if it has none, or shares one, or comes back just now."""
+        """The copy of ``entry``, for another store; None if it has none, or comes back just now."""
         with self._lock:
             self._apply_releases()
-            transfer = entry.transfer
-            return None if transfer is None or transfer.joined or transfer.coming else transfer.outgoing
+            return entry.outgoing if entry.coming is None else None
 
     def in_host(self, entry: Offloaded) -> torch.Tensor:
         """The tensor of ``entry`` in host memory. The host waits for the copy, which may begin only now."""
@@ -303,11 +223,11 @@ class Offload(Shared[Offloaded]):
                 return tensor.cpu()
             if tensor is not None:
                 self._staying.pop(entry, None)
-                self._send([entry])
-            transfer = entry.transfer
-        if transfer is None:
+                self._send(entry)
+            outgoing = entry.outgoing
+        if outgoing is None:
             raise StoreError("a stored tensor was read after it was dropped")
-        return transfer.in_host(entry)
+        return outgoing.wait()
 
     @property
     def in_flight(self) -> int:
@@ -357,10 +277,10 @@ class Offload(Shared[Offloaded]):
                 self._releases or self._dropped_in_use
             )  # applying releases gives bytes back, maybe enough of them
             self._apply_releases()
-            transfer = self._dropped_in_use[0] if self._dropped_in_use else None
-        if transfer is None:
+            entry = self._dropped_in_use[0] if self._dropped_in_use else None
+        if entry is None:
             return had_reserved
-        transfer.wait()
+        entry.wait()
         with self._lock:
             self._apply_releases()
         return True
@@ -372,73 +292,59 @@ class Offload(Shared[Offloaded]):
 
     # -- to the host, under the lock
 
-    def _flush(self, streams: Iterable[int] | None = None) -> None:
-        for number in list(self._open if streams is None else streams):
-            self._send(self._open[number])
-            del self._open[number], self._open_bytes[number]
-
-    def _send(self, entries: Sequence[Offloaded]) -> None:
-        """Send those of ``entries`` that were not dropped, in one copy, in the order of the stream that made them."""
-        found = [(entry, entry.tensor) for entry in entries if entry.transfer is None]
-        held = [(entry, tensor) for entry, tensor in found if tensor is not None]  # dropped entries have no tensor
-        if not held:
+    def _send(self, entry: Offloaded) -> None:
+        """Send the tensor of ``entry``, unless it was dropped, in the order of the stream that made it."""
+        tensor = entry.tensor
+        if tensor is None:
             return
-        members, tensors = [entry for entry, _ in held], [tensor for _, tensor in held]
-        with on(members[0].stream):  # this thread may work on another stream now
-            source = _joined(members, tensors) if len(held) > 1 else tensors[0]
-            lease = self.pool.lease(source.nbytes)
-            outgoing = self._link.send(source, tensor_over(lease, source.shape, source.dtype), self.out)
-            outgoing.lease = lease
-            transfer = Transfer(members, outgoing)
-        self._flying.append(transfer)
-        for entry in members:
-            entry.transfer, entry.counted, entry.tensor = transfer, 0, None
-        self.written += transfer.nbytes
+        with on(entry.stream):  # this thread may work on another stream now
+            lease = self.pool.lease(entry.nbytes)
+            outgoing = self._link.send(tensor, tensor_over(lease, tensor.shape, tensor.dtype), self.out)
+        outgoing.lease = lease
+        self._flying.append(entry)
+        entry.outgoing, entry.counted, entry.tensor = outgoing, 0, None
+        self.written += entry.nbytes
 
     def _relieve(self, newest: Offloaded | None) -> bool:
-        """Free device memory of one transfer or tensor, but not of ``newest``. The host does not wait.
+        """Free device memory of one tensor, but not of ``newest``. The host does not wait.
 
         Returns:
             Whether there was one.
         """
-        if self._cached:  # the host has it, too; a later read brings it again
-            self._forget(next(iter(self._cached)))
-            return True
         # The oldest copy under way: the computation waits for it, and its memory is used again.
-        newly = None if newest is None else newest.transfer
-        transfer = next((transfer for transfer in self._flying if transfer is not newly), None)
-        if transfer is not None:
-            self._link.let_go(transfer.outgoing)
-            self._landed(transfer)
+        entry = next((entry for entry in self._flying if entry is not newest), None)
+        if entry is not None:
+            assert entry.outgoing is not None
+            self._link.let_go(entry.outgoing)
+            self._landed(entry)
             return True
         oldest = next((entry for entry in self._staying if entry is not newest), None)
         if oldest is not None:  # it was to stay, but this forward puts more than the last one did
-            self._send([oldest])
+            self._send(oldest)
             self._staying.pop(oldest, None)
         return oldest is not None
 
-    def _landed(self, transfer: Transfer) -> None:
-        self._flying.remove(transfer)
-        self._bytes -= transfer.nbytes
+    def _landed(self, entry: Offloaded) -> None:
+        self._flying.remove(entry)
+        self._bytes -= entry.nbytes
 
     def _apply_releases(self) -> None:
         self._link.poll()
-        while self._flying and self._flying[0].outgoing.source is None:
+        while self._flying and ((outgoing := self._flying[0].outgoing) is None or outgoing.source is None):
             self._landed(self._flying[0])
         super()._apply_releases()
         while self._dropped_in_use and self._dropped_in_use[0].is_idle:
-            transfer = self._dropped_in_use.popleft()
-            self.budget.release(transfer.reserved)
+            entry = self._dropped_in_use.popleft()
+            reserved, entry.reserved, entry.outgoing = entry.reserved, 0, None
+            self.budget.release(reserved)
         if not self._alive:  # Ctrl-C may have left other values
             self._staying.clear()
-            self._open.clear()
-            self._open_bytes.clear()
-            self._bytes = sum(transfer.nbytes for transfer in self._flying)
-        if not (self._coming or self._cached):
+            self._bytes = sum(entry.nbytes for entry in self._flying)
+        if not self._coming:
             self._back_bytes = 0
 
     def _apply_release(self, release: Offloaded) -> None:
-        entry, transfer = release, release.transfer
+        entry = release
         if entry.order is not None:
             entry.order.drop(entry)
         self._alive.discard(entry)
@@ -447,80 +353,56 @@ class Offload(Shared[Offloaded]):
         self._bytes -= entry.counted
         self.never_written += entry.counted
         entry.counted = 0
-        if transfer is None:
-            return
-        transfer.reserved += entry.reserved
-        entry.reserved, entry.transfer = 0, None
-        transfer.members.discard(entry)
-        transfer.done_with(entry)
-        if transfer.whole is None:
-            self._forget(transfer)
-        if not transfer.members:
-            if transfer.reserved:
-                self._dropped_in_use.append(transfer)
-            self._give_up(transfer)
+        self._give_up(entry)
+        if entry.reserved:
+            self._dropped_in_use.append(entry)
+        elif self._is_away(entry):
+            entry.outgoing = None
 
     # -- to the device, under the lock
 
     def _found(self, entry: Offloaded) -> torch.Tensor:
         """The tensor of ``entry`` for the current stream, from the nearest memory that has it."""
-        tensor, transfer = entry.tensor, entry.transfer
-        source = None if transfer is None else transfer.outgoing.source
-        if transfer is None or source is not None:
+        tensor = entry.tensor
+        if tensor is None and entry.outgoing is not None:
+            tensor = entry.outgoing.source  # it was sent, and is still on the device
+        if tensor is not None:
             self.from_memory += entry.nbytes
-        if transfer is None:  # it was never sent
-            assert tensor is not None
             return entry.itself(tensor)
-        if source is not None:  # it was sent, and is still on the device
-            return transfer.from_source(entry, source)
-        if transfer.whole is not None:  # it came back with another tensor of its transfer
-            return self._part_of(transfer, entry, None)
         # It is in host memory: take the copy that began before, or begin one now.
-        coming = transfer.coming
+        coming = entry.coming
         if coming is None or coming.tensor is None:  # an interrupted read may have taken the tensor
-            coming = transfer.coming = self._bring_now(transfer)
+            coming = entry.coming = self._bring_now(entry)
         else:
-            self.ahead += transfer.nbytes
+            self.ahead += entry.nbytes
         back = self._link.take(coming)
-        self._is_taken(transfer)
-        return self._part_of(transfer, entry, back)
+        self._is_taken(entry)
+        return back
 
-    def _bring_now(self, transfer: Transfer) -> Coming:
-        coming = self._link.bring(transfer.outgoing.host, transfer.outgoing.done, self.back)
-        self.read += transfer.nbytes
+    def _bring_now(self, entry: Offloaded) -> Coming:
+        outgoing = entry.outgoing
+        assert outgoing is not None
+        coming = self._link.bring(outgoing.host, outgoing.done, self.back)
+        self.read += entry.nbytes
         return coming
 
-    def _part_of(self, transfer: Transfer, entry: Offloaded, back: torch.Tensor | None) -> torch.Tensor:
-        found = transfer.from_back(entry, back)
-        if transfer.whole is None:
-            self._forget(transfer)
-            return found
-        if transfer not in self._cached:
-            self._cached[transfer] = None
-            self._back_bytes += transfer.nbytes
-        while self._on_device > self.most and (oldest := next(iter(self._cached))) is not transfer:
-            self._forget(oldest)
-        return found
+    @staticmethod
+    def _is_away(entry: Offloaded) -> bool:
+        """Whether ``entry`` is in host memory alone."""
+        return entry.outgoing is not None and entry.outgoing.source is None
 
-    def _forget(self, transfer: Transfer) -> None:
-        """Free the joined tensor of ``transfer`` that came back."""
-        transfer.whole = None
-        if transfer in self._cached:
-            del self._cached[transfer]
-            self._back_bytes -= transfer.nbytes
+    def _is_taken(self, entry: Offloaded) -> None:
+        if entry in self._coming:
+            del self._coming[entry]
+            self._back_bytes -= entry.nbytes
+        if entry.coming is not None:
+            entry.came, entry.coming = entry.coming.done, None
 
-    def _is_taken(self, transfer: Transfer) -> None:
-        if transfer in self._coming:
-            del self._coming[transfer]
-            self._back_bytes -= transfer.nbytes
-        if transfer.coming is not None:
-            transfer.came, transfer.coming = transfer.coming.done, None
-
-    def _give_up(self, transfer: Transfer) -> None:
-        """Free the copy of ``transfer`` that came back early."""
-        if transfer.coming is not None:
-            self.in_vain += transfer.nbytes
-            self._is_taken(transfer)  # the link holds the memory on the device until the copy into it is done
+    def _give_up(self, entry: Offloaded) -> None:
+        """Free the copy of ``entry`` that came back early."""
+        if entry.coming is not None:
+            self.in_vain += entry.nbytes
+            self._is_taken(entry)  # the link holds the memory on the device until the copy into it is done
 
     def _look_ahead(self, entry: Offloaded, order: TimedOrder) -> None:
         """Bring back the tensors that backward reads after ``entry``, each just in time.
@@ -528,71 +410,59 @@ class Offload(Shared[Offloaded]):
         A tensor that comes back too early takes memory from the computation.
         """
         times = order.times()
-        due: dict[Transfer, float] = {}  # in the order of reads, with the time at which backward reads each
+        due: dict[Offloaded, float] = {}  # in the order of reads, with the time at which backward reads each
         following = cast("Iterable[tuple[Offloaded, float]]", order.after(entry))
-        soonest, room = None, self.most - self._on_device + sum(transfer.nbytes for transfer in self._coming)
+        soonest, room = None, self.most - self._on_device + sum(other.nbytes for other in self._coming)
         for other, _ in itertools.islice(following, _AHEAD):
-            at, transfer = times.get(other.position), other.transfer
+            at = times.get(other.position)
             soonest = at if soonest is None else soonest
-            if transfer is None or transfer.is_there or transfer in due:
+            if not self._is_away(other) or other in due:
                 continue
-            room -= transfer.nbytes
+            room -= other.nbytes
             if due and room < 0:
                 break  # the first one may be larger than the room
-            due[transfer] = math.nan if at is None else at
+            due[other] = math.nan if at is None else at
         if due:
             count = self._how_many(due, times.get(entry.position), soonest)
-            self._bring([transfer for transfer in itertools.islice(due, count) if transfer.coming is None], due)
+            self._bring([other for other in itertools.islice(due, count) if other.coming is None], due)
 
-    def _how_many(self, due: Mapping[Transfer, float], now: float | None, soonest: float | None) -> int:
-        """How many transfers of ``due`` must be on their way before the computation reads next, at ``soonest``."""
+    def _how_many(self, due: Mapping[Offloaded, float], now: float | None, soonest: float | None) -> int:
+        """How many tensors of ``due`` must be on their way before the computation reads next, at ``soonest``."""
         pace = self._link.back.pace
         if pace is None or now is None or soonest is None or any(math.isnan(at) for at in due.values()):
             return len(due)  # the speed or the times are not known: bring as many as fit
         # From the last to the first: the latest moment at which each copy has to begin, so that it and those behind it
         # are done in time.
         latest, count = math.inf, 1
-        for place, (transfer, at) in reversed(list(enumerate(due.items()))):
-            coming = transfer.coming
-            takes = 0.0 if coming is not None and coming.is_done() else _MARGIN * transfer.nbytes * pace
+        for place, (entry, at) in reversed(list(enumerate(due.items()))):
+            coming = entry.coming
+            takes = 0.0 if coming is not None and coming.is_done() else _MARGIN * entry.nbytes * pace
             latest = min(latest, at) - takes
             if latest <= soonest:
                 count = max(count, place + 1)
         return count
 
-    def _bring(self, transfers: Iterable[Transfer], wanted: Mapping[Transfer, float] | set[Transfer]) -> None:
-        """Begin to copy ``transfers`` back while there is room.
+    def _bring(self, entries: Iterable[Offloaded], wanted: Mapping[Offloaded, float] | set[Offloaded]) -> None:
+        """Begin to copy ``entries`` back while there is room.
 
         Those that are not in ``wanted`` are given up for them.
         """
-        for transfer in transfers:
+        for entry in entries:
             needless = [other for other in self._coming if other not in wanted]
-            while needless and not self._has_room(transfer):
+            while needless and not self._has_room(entry):
                 self._give_up(needless.pop(0))
-            while len(self._cached) > 1 and not self._has_room(transfer):  # backward reads the newest one now
-                self._forget(next(iter(self._cached)))
-            if self._on_device and not self._has_room(transfer):
+            if self._on_device and not self._has_room(entry):
                 return
             try:
-                transfer.coming = self._bring_now(transfer)
+                entry.coming = self._bring_now(entry)
             except torch.OutOfMemoryError:
                 return  # there may be memory when backward reads the tensor: `get` tries again
-            self._coming[transfer] = None
-            self._back_bytes += transfer.nbytes
+            self._coming[entry] = None
+            self._back_bytes += entry.nbytes
 
-    def _has_room(self, transfer: Transfer) -> bool:
-        return self._on_device + transfer.nbytes <= self.most
+    def _has_room(self, entry: Offloaded) -> bool:
+        return self._on_device + entry.nbytes <= self.most
 
     @property
     def _on_device(self) -> int:
         return self._bytes + self._back_bytes
-
-
-def _joined(entries: Sequence[Offloaded], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of ``tensors`` in one tensor, on the current stream; ``offset`` of each entry says where its begin."""
-    stream, end = current_stream(tensors[0].device), 0
-    for entry, tensor in zip(entries, tensors, strict=True):
-        entry.offset = end
-        end += entry.nbytes
-        used_on(tensor, stream)
-    return torch.cat([tensor.detach().view(-1).view(torch.uint8) for tensor in tensors])

@@ -38,7 +38,7 @@ def is_clean(store: dh.OnCpu, device: torch.device) -> bool:
     """Whether nothing is held any more: on the device, in flight, under the limit."""
     torch.accelerator.synchronize(device)
     offload = offload_of(store, device)
-    idle = offload.device_bytes == 0 and not (offload._staying or offload._open or offload._flying or offload._coming)
+    idle = offload.device_bytes == 0 and not (offload._staying or offload._flying or offload._coming)
     return idle and store.budget.held == 0 and not offload._link._sent and not offload._link._coming
 
 
