@@ -7,6 +7,7 @@ import errno
 import os
 import pathlib
 import resource
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -205,18 +206,30 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
     assert right(store)
 
 
-def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: pathlib.Path) -> None:
-    theirs = os.open(os.devnull, os.O_RDONLY)
-    os.close(theirs)
-    store = dh.OnDisk(tmp_path)
-    x = torch.rand(50_000)
-    ticket = store.put(x)
-    store.wait()
-    assert file_of(store).fileno() >= 512
-    with contextlib.suppress(OSError):
-        os.close(theirs)  # a second time
-    assert torch.equal(store.get(ticket), x)
-    store.drop(ticket)
+def test_no_thread_finds_a_file_that_is_being_closed(tmp_path: pathlib.Path) -> None:
+    """Three threads make, use and forget a store for one directory, so the last store of one is gone as another begins.
+
+    The file had a destructor, and a thread that asked for the file of the directory meanwhile got the closed one.
+    """
+    right: list[int] = []
+
+    def work(number: int) -> None:
+        for i in range(500):
+            value, store = torch.full((20_000,), float(1000 * number + i)), dh.OnDisk(tmp_path)
+            ticket = store.put(value)
+            store.wait()
+            assert torch.equal(store.get(ticket), value)
+            store.drop(ticket)
+            store.release_idle()  # or the thread that writes would keep the file for a second
+            del ticket, store
+        right.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert sorted(right) == [0, 1, 2]
 
 
 def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import fcntl
 import functools
 import mmap
 import os
@@ -55,6 +54,21 @@ class Waste(NamedTuple):
     room: int
 
 
+class _Descriptor:
+    """An open file. This object has the destructor, so that the scratch file needs none.
+
+    While a destructor runs, Python lets other threads find the dying object again (decision 13): they would write to a
+    file that is being closed, or to another file that has its number by then.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    # ``_close`` is an argument because as Python ends, ``os`` may be gone already.
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
+        _close(self.number)
+
+
 class ScratchFile(Shared["Extent | Waste"]):
     """A file without a name, so that nothing is left when its process dies; it knows which of its parts are used.
 
@@ -85,7 +99,7 @@ class ScratchFile(Shared["Extent | Waste"]):
                     self._fd = os.dup(file.fileno())
             except OSError as error:
                 raise self.error("no file can be made", error, None) from error
-        self._fd = _high(self._fd)
+        self._descriptor = _Descriptor(self._fd)
         self._parts = Extents(_ENDLESS)
         self._size = 0  # bytes of the file
         self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)  # the largest ends of the last steps
@@ -96,11 +110,6 @@ class ScratchFile(Shared["Extent | Waste"]):
         #: The budgets whose limits bound the space of this file on the disk.
         self.budgets: weakref.WeakSet[ByteBudget] = weakref.WeakSet()
         self._punches = True  # whether the file system can make holes, as far as is known
-
-    # ``_close`` is an argument because as Python ends, ``os`` may be gone already.
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
-        if self._fd >= 0:
-            _close(self._fd)
 
     def fileno(self) -> int:
         return self._fd
@@ -262,24 +271,6 @@ class ScratchFile(Shared["Extent | Waste"]):
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # flags of fallocate, from linux/falloc.h
-_FIRST = 512  # the lowest descriptor for a scratch file
-
-
-def _high(fd: int) -> int:
-    """Move ``fd`` to a descriptor of 512 or more, and return it; ``fd`` itself if the process may have none so high.
-
-    The system gives new files the lowest free number. Code that closes a descriptor twice closes the file that got its
-    number meanwhile. On a busy machine with gloo a scratch file was found closed ("Bad file descriptor") two times,
-    although nothing in disthooks closes it. So the file gets a number that the system does not give to other code.
-    """
-    try:
-        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST)
-    except OSError:
-        return fd
-    os.close(fd)
-    return high
-
-
 @functools.cache
 def _fallocate() -> Any:
     """The function of the C library, or None if it has none."""
