@@ -112,7 +112,7 @@ class ScratchFile(Shared["Extent | Waste"]):
         self._punches = True  # whether the file system can make holes, as far as is known
 
     def fileno(self) -> int:
-        return self._fd
+        return self._descriptor.number
 
     # -- bytes
 
@@ -271,6 +271,8 @@ class ScratchFile(Shared["Extent | Waste"]):
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # flags of fallocate, from linux/falloc.h
+
+
 @functools.cache
 def _fallocate() -> Any:
     """The function of the C library, or None if it has none."""
