@@ -147,11 +147,14 @@ def main() -> None:
         print(f"{name:48s} {value:6.1f} µs a tensor, {value / empty:5.1f} times torch's empty hooks")
     small, large = (torch.randn(shape, requires_grad=True) for shape in (SMALL, LARGE))
     memory, disk = Memory(), dh.OnDisk(options.directory)
+    far, near = (dh.Tiered(dh.OnDevice(limit), dh.OnDisk(options.directory)) for limit in (0, "1 GiB"))
     counts = {
         "torch's hooks": counted(large, lambda: Hooks(lambda t: t, lambda t: t)),
         "kept": counted(small, lambda: dh.saving(memory, at_least="4 KiB")),
         "stored in memory": counted(large, lambda: dh.saving(memory, at_least="4 KiB")),
         "stored on disk": counted(large, lambda: dh.saving(disk, at_least="4 KiB")),
+        "stored on disk by Tiered": counted(large, lambda: dh.saving(far, at_least="4 KiB")),
+        "left in memory by Tiered": counted(large, lambda: dh.saving(near, at_least="4 KiB")),
     }
     for name, count in counts.items():
         print(f"{name:48s} {count['calls']:6.1f} calls, {count['objects']:5.1f} tracked objects")
