@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models of the tests are small: what they save has to go to disk all the same (the harness of ranks does so too).
-dh.OnDisk.min_bytes = 4096
+dh.OnDisk.min_bytes = dh.OnCpu.min_bytes = 4096
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -215,13 +215,10 @@ class PlannedTiers(OpenTiered):
 
     def __init__(self, stores: tuple[Store, ...], name: str, is_accelerator: bool) -> None:
         super().__init__(stores, name)
-        self._is_on_accelerator = is_accelerator
-
-    def _is_accelerator(self, device: torch.device) -> bool:
-        return self._is_on_accelerator
+        self.stands_for_accelerator = is_accelerator
 
     def _move_down(self, placed: Placed, nbytes: int) -> bool:
-        if self._is_on_accelerator:
+        if self.stands_for_accelerator:
             self._leave_room(placed.device, nbytes - placed.nbytes)
         return super()._move_down(placed, nbytes)
 

@@ -13,7 +13,7 @@ import torch
 
 from disthooks._locks import new_lock
 from disthooks._registry import register
-from disthooks._streams import handed_over, is_accelerator, on, stream_of
+from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec, Tier
@@ -175,9 +175,12 @@ class OpenTiered(Store):
         specs: the stores, as the user gave them.
         stores: these at work in this process.
         largest: bytes of the largest tensor of each device that was put without a plan so far.
+        stands_for_accelerator: whether tensors without streams stand for those of an accelerator, in a prediction.
         most: the most bytes of each accelerator that were in use under the limit of the first tier since ``most`` was
             cleared, those on their way to the tiers below included.
     """
+
+    stands_for_accelerator = False
 
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
         self.specs, self._name = stores, name
@@ -205,7 +208,7 @@ class OpenTiered(Store):
 
     def put(self, tensor: torch.Tensor) -> Placed:
         placed = Placed(tensor.nbytes, None if tensor.is_cpu else stream_of(tensor), self, tensor.device)
-        is_accelerator = self._is_accelerator(placed.device)
+        is_accelerator = placed.at is not None or self.stands_for_accelerator
         tier = self.tapes.put(placed)
         try:
             if tier:  # see [Note: tiers follow a plan] in placed.py
@@ -235,10 +238,11 @@ class OpenTiered(Store):
         finally:
             if ticket.dropped:
                 ticket.let_go()
-        if self._is_accelerator(ticket.device):
+        is_accelerator = ticket.at is not None or self.stands_for_accelerator
+        if is_accelerator:
             self._leave_room(ticket.device)
         if tape is not None and tape.back:
-            self._bring_nearer(tape, ticket.device)
+            self._bring_nearer(tape, ticket.device, is_accelerator)
         return tensor
 
     def _get_for_comparison(self, ticket: Placed) -> torch.Tensor:
@@ -249,7 +253,8 @@ class OpenTiered(Store):
                 what is computed from it.
         """
         budget, wanted = self._nearest(ticket.device), 2 * ticket.nbytes
-        if self._is_accelerator(ticket.device) and budget is not None and budget.limit is not None:
+        is_accelerator = ticket.at is not None or self.stands_for_accelerator
+        if is_accelerator and budget is not None and budget.limit is not None:
             if comparing.can_wait and wanted > budget.limit:
                 raise NoRoom
             while budget.held + wanted > budget.limit and self._make_room(0, ticket.device, wanted):
@@ -260,7 +265,7 @@ class OpenTiered(Store):
                 tensor = self._read(ticket)
         finally:
             ticket.let_go()
-        if self._is_accelerator(ticket.device):
+        if is_accelerator:
             self._leave_room(ticket.device)  # the room that was wanted is there now, and not left for later puts
         return tensor
 
@@ -288,9 +293,9 @@ class OpenTiered(Store):
         finally:
             ticket.let_go()
 
-    def _bring_nearer(self, tape: ForwardTape, device: torch.device) -> None:
+    def _bring_nearer(self, tape: ForwardTape, device: torch.device, is_accelerator: bool) -> None:
         """Ask the tiers to bring back what backward reads next, as far as there is room."""
-        room = self._room(device)
+        room = self._room(device, is_accelerator)
         if room is None:
             room = _AHEAD - tape.asked_bytes
         while (placed := self.tapes.next_to_bring(tape, room)) is not None:
@@ -322,8 +327,8 @@ class OpenTiered(Store):
                 why, free = str(error), error.free
                 continue
             placed.tier = tier
-            # A copy in host memory is away already.
-            if not placed.is_away and isinstance(tensor, torch.Tensor) and self.specs[tier].leaves_memory(tensor):
+            # What another tier has copied to host memory is away already.
+            if not placed.is_away and self.specs[tier].leaves_memory(tensor):  # type: ignore[arg-type]
                 placed.is_away = True
                 if placed.leaves is not None:
                     placed.leaves()
@@ -471,18 +476,14 @@ class OpenTiered(Store):
             used = limit - most + store.set_device_limit(most, device)
             self.most[device] = max(self.most.get(device, 0), min(limit, used))
 
-    def _room(self, device: torch.device) -> int | None:
+    def _room(self, device: torch.device, is_accelerator: bool) -> int | None:
         """Bytes that may be brought back to ``device``; None if no limit says it."""
         budget = self._nearest(device)
         if budget is None or budget.limit is None or len(self._behind) < self._last:
             return None
-        if not self._is_accelerator(device):
+        if not is_accelerator:
             return budget.limit - budget.held
         return min(store.device_room(device) for store in self._behind)  # `_leave_room` has said what is left to them
-
-    def _is_accelerator(self, device: torch.device) -> bool:
-        """Whether ``device`` is an accelerator, whose memory the copies on their way to lower tiers take."""
-        return is_accelerator(device)
 
     def _nearest(self, device: torch.device) -> ByteBudget | None:
         """The bytes of ``device`` under the limit of the first tier; None if the first tier is another place."""

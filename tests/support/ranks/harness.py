@@ -40,7 +40,7 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: multiprocessin
 
     import disthooks as dh
 
-    dh.OnDisk.min_bytes = 4096  # as in conftest.py
+    dh.OnDisk.min_bytes = dh.OnCpu.min_bytes = 4096  # as in conftest.py
     torch.set_num_threads(1)
     backend = "gloo"
     if device == "cuda":

@@ -18,7 +18,7 @@ def test_the_order_is_codecs_store(tmp_path: pathlib.Path) -> None:
     line = pipeline(dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path), at_least="1 MiB")
     assert line.at_least == 1 << 20
     assert pipeline(line) is line
-    assert pipeline(dh.OnCpu()).at_least == 64 << 10
+    assert pipeline(dh.OnCpu()).at_least == 4096
     assert pipeline(dh.Functions(abs, abs)).at_least == 0
 
 
