@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import threading
@@ -18,7 +19,7 @@ from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
-from tests.support.stores.inside import in_host, offload_of
+from tests.support.stores.inside import in_host, limit_device, offload_of
 
 MiB = 1 << 20
 
@@ -290,4 +291,32 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
             del ticket
         assert tier(store).held > 1 << 20
     done.clear()
+    assert is_clean(store, device)
+
+
+def test_a_copy_that_ends_between_two_looks_at_it_is_no_error(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of tensors in front of a dropped one end just after the store has asked for them."""
+    only_simulated(device)
+    x = torch.randn(1 << 18, device=device)
+    store = dh.OnCpu(in_flight=3 * x.nbytes)
+    offload = offload_of(store, device)
+    with contextlib.ExitStack() as gate:
+        gate.enter_context(simulated.held(offload._link._out))
+        tickets = [store.put(x.clone()) for _ in range(3)]
+        store.drop(tickets.pop())  # its copy is under way, so its host memory is in use
+        poll = offload._link.poll
+
+        def then_all_end() -> None:
+            poll()
+            gate.close()
+            offload._link._out.synchronize()
+
+        monkeypatch.setattr(offload._link, "poll", then_all_end)
+        limit_device(store, 0, device)
+    monkeypatch.undo()
+    for ticket in tickets:
+        assert torch.equal(store.get(ticket).cpu(), x.cpu())
+        store.drop(ticket)
     assert is_clean(store, device)

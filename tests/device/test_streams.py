@@ -60,7 +60,7 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
         assert ticket.entry in offload_of(store, device)._staying
         thread, found = None, []
         if how == "room":
-            limit_device(store, 0)
+            limit_device(store, 0, device)
         else:
             thread, found = beside(lambda: in_host(store, ticket))
         time.sleep(TIME)

@@ -162,7 +162,7 @@ class PlannedStore(Tier):
     def device_room(self, device: torch.device) -> int:
         return self._limit - self.bytes_in_flight if self._is_accelerator else super().device_room(device)
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+    def set_device_limit(self, nbytes: int, device: torch.device) -> int:
         before, self._limit = self.bytes_in_flight, min(nbytes, self._in_flight)
         self._make_room()
         return before

@@ -268,12 +268,8 @@ class Tier(Store):
         """Bytes that :meth:`prefetch` may bring to ``device`` now."""
         return sys.maxsize
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+    def set_device_limit(self, nbytes: int, device: torch.device) -> int:
         """Keep :meth:`device_bytes` of ``device`` at or below ``nbytes`` from now on, if the host need not wait for it.
-
-        Args:
-            nbytes: bytes.
-            device: an accelerator; None for each of them.
 
         Returns:
             :meth:`device_bytes` before the call.

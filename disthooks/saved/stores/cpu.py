@@ -118,8 +118,9 @@ class OpenOnCpu(Tier):
     def device_room(self, device: torch.device) -> int:
         return min((offload.device_room for offload in self._of(device)), default=super().device_room(device))
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
-        return sum([offload.set_device_limit(nbytes) for offload in self._of(device)])
+    def set_device_limit(self, nbytes: int, device: torch.device) -> int:
+        offload = self.offloads.get(device)
+        return 0 if offload is None else offload.set_device_limit(nbytes)
 
     def _of(self, device: torch.device | None) -> list[Offload]:
         if device is None:
@@ -209,7 +210,7 @@ class OnCpu(StoreSpec["OpenOnCpu"]):
     True
     """
 
-    # Each copy has a fixed cost, and large models save hardly a byte in smaller tensors (decision 231).
+    # As for OnDisk; what a small copy costs on a GPU is not measured (decision 231).
     min_bytes: ClassVar[int] = 64 << 10
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)

@@ -152,7 +152,7 @@ class OpenOnDisk(Tier):
         """Bytes on ``device``, or on all devices: of tensors that are copied from there, or that were read early."""
         return self.worker.staging.device_bytes(device)
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
+    def set_device_limit(self, nbytes: int, device: torch.device) -> int:
         return self.worker.staging.set_device_limit(nbytes, device)
 
     def drop(self, ticket: Ticket) -> None:

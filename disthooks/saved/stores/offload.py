@@ -76,6 +76,11 @@ class Offloaded:
         return tensor.clone() if self.own else tensor
 
     @property
+    def is_away(self) -> bool:
+        """Whether it is in host memory alone."""
+        return self.outgoing is not None and self.outgoing.source is None
+
+    @property
     def is_idle(self) -> bool:
         """Whether no copy reads or writes its host memory any more."""
         # `is_done` is False while a graph is captured, so that `query` is not called then.
@@ -177,7 +182,7 @@ class Offload(Shared[Offloaded]):
 
     def prefetch(self, entry: Offloaded) -> None:
         with self._lock:
-            if entry.dropped or not self._is_away(entry) or entry.coming is not None:
+            if entry.dropped or not entry.is_away or entry.coming is not None:
                 return
             if self._has_room(entry) or not self._on_device:
                 self._bring([entry], {entry})
@@ -314,8 +319,8 @@ class Offload(Shared[Offloaded]):
         # The oldest copy under way: the computation waits for it, and its memory is used again.
         entry = next((entry for entry in self._flying if entry is not newest), None)
         if entry is not None:
-            assert entry.outgoing is not None
-            self._link.let_go(entry.outgoing)
+            if entry.outgoing is not None:  # or its copy has just ended, and it was dropped before
+                self._link.let_go(entry.outgoing)
             self._landed(entry)
             return True
         oldest = next((entry for entry in self._staying if entry is not newest), None)
@@ -356,7 +361,7 @@ class Offload(Shared[Offloaded]):
         self._give_up(entry)
         if entry.reserved:
             self._dropped_in_use.append(entry)
-        elif self._is_away(entry):
+        elif entry.is_away:
             entry.outgoing = None
 
     # -- to the device, under the lock
@@ -386,11 +391,6 @@ class Offload(Shared[Offloaded]):
         self.read += entry.nbytes
         return coming
 
-    @staticmethod
-    def _is_away(entry: Offloaded) -> bool:
-        """Whether ``entry`` is in host memory alone."""
-        return entry.outgoing is not None and entry.outgoing.source is None
-
     def _is_taken(self, entry: Offloaded) -> None:
         if entry in self._coming:
             del self._coming[entry]
@@ -416,7 +416,7 @@ class Offload(Shared[Offloaded]):
         for other, _ in itertools.islice(following, _AHEAD):
             at = times.get(other.position)
             soonest = at if soonest is None else soonest
-            if not self._is_away(other) or other in due:
+            if not other.is_away or other in due:
                 continue
             room -= other.nbytes
             if due and room < 0:

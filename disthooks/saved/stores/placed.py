@@ -181,20 +181,15 @@ class Forwards:
         planned = () if plan is None else plan.order
         return [*range(count - 1, len(planned) - 1, -1), *(position for position in planned if position < count)]
 
-    def end(self) -> None:
-        """End the newest tape."""
-        tape, self._tape = self._tape, None
-        if tape is not None:
+    def end(self, tape: ForwardTape | None) -> None:
+        """End ``tape``, if it is the newest one."""
+        if tape is not None and tape is self._tape:
+            self._tape = None
             needed = [0 if i in tape.unneeded else nbytes for i, nbytes in enumerate(self._tapes.sizes)]
             self._tapes.end(tuple(tape.reads) or None, needed)
 
-    def dropped(self, tape: ForwardTape) -> None:
-        """Note that all tensors of ``tape`` are dropped."""
-        if tape is self._tape:
-            self.end()
-
     def _begin(self) -> ForwardTape:
-        self.end()
+        self.end(self._tape)
         self._tape = ForwardTape(self)
         if self._planned_for != (limits := self._limits()):
             self._planned_for = limits
@@ -278,7 +273,7 @@ class PlacedTensors(Shared[tuple[ForwardTape, int]]):
             tape.unneeded.add(position)
         tape.entries.pop(position, None)
         if not tape.entries and (forwards := tape.forwards()) is not None:
-            forwards.dropped(tape)
+            forwards.end(tape)
 
 
 class NoRoom(Exception):

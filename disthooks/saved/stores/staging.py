@@ -21,7 +21,7 @@ class Staging:
         self._sent: collections.deque[Outgoing] = collections.deque()  # copies that hold their sources, oldest first
         self._coming: weakref.WeakSet[Coming] = weakref.WeakSet()
         self._lock = new_lock()  # guards the two above
-        self._allowed: dict[torch.device | None, int] = {}  # most bytes on a device; None: on each other one
+        self._allowed: dict[torch.device, int] = {}  # most bytes on a device
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor) -> Outgoing:
         """Begin to copy ``tensor`` into ``host``, in the order of the current stream. Both are contiguous."""
@@ -34,7 +34,7 @@ class Staging:
     def arrive(self, host: torch.Tensor, stream: torch.Stream) -> torch.Tensor | Coming:
         """Begin to copy ``host``, which is filled, to the device of ``stream``; ``host`` itself if there is no room."""
         with self._lock:  # so that two threads do not both take the last room
-            most = self._allowed.get(stream.device, self._allowed.get(None, sys.maxsize))
+            most = self._allowed.get(stream.device, sys.maxsize)
             if self.device_bytes(stream.device) + host.nbytes > most:
                 return host
             link = self._links[stream.device] = link_of(stream.device)
@@ -72,24 +72,21 @@ class Staging:
             held = [each for each in self._sent if each.source is not None and device in (None, each.device)]
             return sum(each.host.nbytes for each in (*arrived, *held))
 
-    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> int:
-        """Hold at most ``nbytes`` on ``device``, or on each one. The current streams wait for copies, not the host.
+    def set_device_limit(self, nbytes: int, device: torch.device) -> int:
+        """Hold at most ``nbytes`` on ``device``. The current stream waits for copies, not the host.
 
         Returns:
             The bytes there before.
         """
-        if device is None:
-            self._allowed.clear()
         self._allowed[device] = nbytes
         with self._lock:
             before = self.device_bytes(device)
-            for at in list(self._links) if device is None else [device]:
-                over = self.device_bytes(at) - nbytes
-                for outgoing in [each for each in self._sent if each.device == at and each.source is not None]:
-                    if over <= 0:
-                        break
-                    over -= outgoing.host.nbytes
-                    link_of(at).let_go(outgoing)
+            over = before - nbytes
+            for outgoing in [each for each in self._sent if each.device == device and each.source is not None]:
+                if over <= 0:
+                    break
+                over -= outgoing.host.nbytes
+                link_of(device).let_go(outgoing)
         return before
 
     def make_room(self, nbytes: int, most: int) -> None:

@@ -41,6 +41,6 @@ def in_host(store: dh.OnCpu, ticket: Any) -> torch.Tensor:
     return found
 
 
-def limit_device(store: dh.OnCpu | dh.OnDisk, nbytes: int) -> None:
-    """Let the store hold at most ``nbytes`` on devices, as a ``Tiered`` does."""
-    store.open().set_device_limit(nbytes)
+def limit_device(store: dh.OnCpu | dh.OnDisk, nbytes: int, device: torch.device) -> None:
+    """Let the store hold at most ``nbytes`` on ``device``, as a ``Tiered`` does."""
+    store.open().set_device_limit(nbytes, device)
