@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import threading
@@ -174,6 +175,28 @@ def test_in_flight_holds_below_a_tier(device: torch.device) -> None:
             assert device_bytes(host) <= 3 * n
         ahead = host.report()[0].ahead - before
     assert ahead == 8 * n  # all that had left
+    assert nothing_left(tiers)
+
+
+def test_a_limit_that_falls_between_steps_holds_from_the_first_put_on(sim: torch.device) -> None:
+    """While no copy leaves the device: the computation waits for those that are over the limit."""
+    n, count = 512 << 10, 12
+    near, host = dh.OnDevice(8 * n), dh.OnCpu()
+    tiers = dh.Tiered(near, host)
+    values = [torch.full((n // 4,), float(i)).to(sim) for i in range(count)]
+    for number in range(4):
+        with simulated.held(link_of(values[0].device)._out) if number == 3 else contextlib.nullcontext():
+            tickets = []
+            for value in values:
+                tickets.append(tiers.put(value))
+                assert counted_on_device(tiers) <= near.budget.limit
+        for ticket, value in zip(reversed(tickets), reversed(values), strict=True):
+            assert torch.equal(tiers.get(ticket).cpu(), value.cpu())
+            tiers.drop(ticket)
+        if number == 2:
+            near.budget.set_limit(3 * n)
+    del ticket
+    tickets.clear()
     assert nothing_left(tiers)
 
 

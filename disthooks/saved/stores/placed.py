@@ -136,18 +136,16 @@ class ForwardTape:
     Attributes:
         forwards: the forwards that it is one of.
         entries: by position, the tensors that are not dropped. The tape keeps none of them alive.
-        unneeded: the positions of the tensors that were dropped before backward began.
         reads: the positions in the order in which backward has read them first.
         back: the positions of the tensors to bring nearer, in the order in which backward is expected to read them.
         asked_bytes: bytes of the tensors whose tier was told that backward reads them soon, and that were not read.
     """
 
-    __slots__ = ("asked_bytes", "back", "entries", "forwards", "reads", "unneeded")
+    __slots__ = ("asked_bytes", "back", "entries", "forwards", "reads")
 
     def __init__(self, forwards: Forwards) -> None:
         self.forwards = weakref.ref(forwards)  # weak, because the forwards hold their newest tape
         self.entries: dict[int, weakref.ref[Placed]] = {}
-        self.unneeded: set[int] = set()
         self.reads: dict[int, None] = {}
         self.back: collections.deque[int] = collections.deque()
         self.asked_bytes = 0
@@ -185,8 +183,8 @@ class Forwards:
         """End ``tape``, if it is the newest one."""
         if tape is not None and tape is self._tape:
             self._tape = None
-            needed = [0 if i in tape.unneeded else nbytes for i, nbytes in enumerate(self._tapes.sizes)]
-            self._tapes.end(tuple(tape.reads) or None, needed)
+            # What a forward without a backward saved was dropped at once, and needed no place.
+            self._tapes.end(tuple(tape.reads), None if tape.reads else [0] * len(self._tapes.sizes))
 
     def _begin(self) -> ForwardTape:
         self.end(self._tape)
@@ -269,8 +267,6 @@ class PlacedTensors(Shared[tuple[ForwardTape, int]]):
 
     def _apply_release(self, release: tuple[ForwardTape, int]) -> None:
         tape, position = release
-        if not tape.reads:
-            tape.unneeded.add(position)
         tape.entries.pop(position, None)
         if not tape.entries and (forwards := tape.forwards()) is not None:
             forwards.end(tape)

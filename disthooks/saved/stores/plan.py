@@ -18,7 +18,7 @@ What a store does with it:
 - From the first read of backward on, entries come back in the order of reads, each as soon as it fits into what
   backward has freed, and at the latest when it is read.
 - Of a tape of which nothing is known, the first saved makes room for the newest.
-- An entry that is dropped before backward begins counts with 0 bytes in ``end``'s tape, because it needs no room then.
+- What a forward without a backward has saved counts with 0 bytes in ``end``, because it needs no room.
 """
 
 from __future__ import annotations

@@ -46,6 +46,19 @@ def test_what_is_never_read_goes_first() -> None:
             tiers.drop(ticket)
 
 
+def test_a_forward_without_a_backward_moves_nothing() -> None:
+    """It drops most of what it saves at once, and so does the next one that saves as much."""
+    tiers = dh.Tiered(dh.OnDevice(2 * 64), Copies())
+    for _ in range(3):
+        kept, where = tiers.put(torch.zeros(16)), []
+        for _ in range(5):
+            ticket = tiers.put(torch.zeros(16))
+            where.append(tiers.tier_of(ticket))
+            tiers.drop(ticket)
+        assert [tiers.tier_of(kept), *where] == [0] * 6
+        tiers.drop(kept)
+
+
 def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
     """Else their stores, and the files of these, would stay until one."""
     gc.collect()
