@@ -320,3 +320,16 @@ def test_a_copy_that_ends_between_two_looks_at_it_is_no_error(
         assert torch.equal(store.get(ticket).cpu(), x.cpu())
         store.drop(ticket)
     assert is_clean(store, device)
+
+
+def test_a_dropped_tensor_gives_its_host_memory_back_before_the_others_go(device: torch.device) -> None:
+    store = dh.OnCpu(in_flight=0)
+    tickets = [store.put(torch.zeros(MiB, device=device)) for _ in range(4)]
+    store.wait()
+    pool = offload_of(store, device).pool
+    used = pool.in_use
+    for number in range(3, 0, -1):
+        store.drop(tickets.pop())
+        store.wait()
+        assert pool.in_use <= used - (4 - number) * 4 * MiB
+    store.drop(tickets.pop())
